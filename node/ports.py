@@ -14,7 +14,6 @@ from blocktrain.protocol.ids import Digest, PeerId, RunId
 from blocktrain.protocol.messages import Message, Step
 from blocktrain.protocol.records import Announcement, RunRecord, Seen
 
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 

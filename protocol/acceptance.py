@@ -41,8 +41,6 @@ def judge(measures: Measures, margin: float) -> None:
     allowed = max(MAX_DRIFT_RATIO * measures.drift, MIN_DRIFT_SHARE * measures.own_norm)
     if not measures.distance <= allowed:
         raise PeerFault(f"norm: the snapshot is {measures.distance:.3g} away from ours, {allowed:.3g} is allowed")
-    if measures.loss_before is not None and measures.loss_after is not None:
-        if not measures.loss_after <= measures.loss_before + margin:
-            raise PeerFault(
-                f"held-out loss: the merge has {measures.loss_after:.3f}, ours {measures.loss_before:.3f}, margin {margin:g}"
-            )
+    before, after = measures.loss_before, measures.loss_after
+    if before is not None and after is not None and not after <= before + margin:
+        raise PeerFault(f"held-out loss: the merge has {after:.3f}, ours {before:.3f}, margin {margin:g}")

@@ -61,9 +61,7 @@ class Hello:
 class End:
     """Last frame of a stream, or a refusal. `reason` is a word for machines, `detail` a line for people."""
 
-    reason: str = schema.field(
-        Choice(("ok", "busy", "refused", "malformed", "incompatible", "unknown", "late", "gone", "failed"))
-    )
+    reason: str = schema.field(Choice(("ok", "busy", "refused", "malformed", "incompatible", "unknown", "late", "gone", "failed")))
     detail: str = schema.field(_WORDS, "")
     retry_after_s: float = schema.field(Float(0.0, 3600.0), 0.0)
 
@@ -232,23 +230,7 @@ class Close:
 
 
 Message: TypeAlias = (
-    Hello
-    | End
-    | Ask
-    | Answer
-    | Offer
-    | Accept
-    | Decline
-    | Chunk
-    | Outcome
-    | Want
-    | Have
-    | Open
-    | Link
-    | Ready
-    | Step
-    | Scored
-    | Close
+    Hello | End | Ask | Answer | Offer | Accept | Decline | Chunk | Outcome | Want | Have | Open | Link | Ready | Step | Scored | Close
 )
 _TYPES: Final[dict[str, type[Any]]] = {
     cls.__name__.lower(): cls
