@@ -112,7 +112,9 @@ class Decline:
     """No, with the reason and when to ask again."""
 
     exchange: bytes = schema.field(_ID)
-    reason: str = schema.field(Choice(("busy", "crossed", "behind", "ahead", "joining", "put-off", "codec", "stopping", "block")))
+    reason: str = schema.field(
+        Choice(("busy", "crossed", "behind", "ahead", "joining", "put-off", "codec", "stopping", "block", "not-training"))
+    )
     retry_after_s: float = schema.field(Float(0.0, 3600.0), 0.0)
 
 
@@ -207,6 +209,7 @@ class Step:
     top_p: float = schema.field(Float(0.0, 1.0), 1.0)
     seed: int = schema.field(Int(0, 2**63 - 1), 0)
     blocks: tuple[int, ...] = schema.field(Many(_BLOCK, limits.MAX_CHAIN), ())  # whose log-probabilities the body holds
+    compute_s: float = schema.field(Float(0.0, 1e6), 0.0)  # spent by the holders so far, for overhead measurements
     noisy: bool = schema.field(Bool(), False)  # the tokens past the first are unknown: z rides in the body (one-sweep)
 
 

@@ -1,0 +1,384 @@
+"""One node's decisions: facts in, decisions out. The same code in a real node and in a simulated one.
+
+The core knows the membership of its run, at most one exchange at a time, and why it is waiting. It decides when to read and write the
+DHT, whom to offer an exchange, whether to take one, when a round ends without a merge, and when to download state instead of training.
+It never decides about the network or about tensors: node/ (or a simulator) carries a decision out and comes back with a fact.
+
+    joining --first reads--> fetching --state--> training <--> (exchange) --> stopping
+                  |________________________________^      nobody has a newer state: start from our own
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from blocktrain.protocol.membership import Members
+
+from blocktrain.protocol import facts as f
+from blocktrain.protocol import limits, pairing
+from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
+from blocktrain.protocol.exchange import offer_stands
+from blocktrain.protocol.ids import Digest, PeerId, short
+from blocktrain.protocol.manifest import Manifest
+
+FETCH_WHEN_BEHIND: Final = 10  # rounds: a node that starts (or was away) further behind than this takes state instead of averaging
+FETCH_RETRY_S: Final = 3.0
+FETCH_TRIES: Final = 6  # then a fresh node starts from its own state, if it may
+FIRST_READS: Final = 2  # reads of our own block before "nobody has a newer state" is believed
+BUSY_RETRY_S: Final = 1.0
+MAX_OTHER_BLOCKS_READ: Final = 8  # per refresh; larger runs take turns
+ISOLATED_AFTER_S: Final = 15.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The local choices that decisions depend on."""
+
+    ttl_s: float = limits.TTL_S
+    refresh_s: float = limits.REFRESH_S
+    tau_s: float = limits.TAU_S
+    topology: str = "pairs"
+    train: bool = True  # False: hold and serve the block without training it
+    expects_peers: bool = False  # initial peers were given: being alone is worth a word
+
+
+@dataclass
+class Counters:
+    """Ends of exchanges since the process began. Each exchange is counted once, by both sides."""
+
+    accepted: int = 0
+    one_sided: int = 0
+    refused: int = 0
+    late: int = 0
+    lost: int = 0
+    declined: int = 0
+    own_rounds: int = 0
+    fetched: int = 0
+
+
+@dataclass
+class Current:
+    """The exchange in hand."""
+
+    id: bytes
+    peer: PeerId
+    ours: bool
+    deadline: float
+    running: bool  # the transfer began
+
+
+class Core:
+    """One node. Call `handle` with every fact, in order; carry out what it returns, in order."""
+
+    def __init__(self, me: PeerId, manifest: Manifest, block: int, settings: Settings, rng: Random) -> None:
+        self.me = me
+        self.manifest = manifest
+        self.block = block
+        self.settings = settings
+        self.members = Members(manifest.run, manifest.blocks, me)
+        self.counters = Counters()
+        self.round = 0
+        self.digest = Digest(bytes(32))
+        self.phase = "starting"
+        self.current: Current | None = None
+        self.last_refusal = ""
+        self._rng = rng
+        self._phase_since = 0.0
+        self._began_at = 0.0
+        self._fresh = True
+        self._fetching = False
+        self._fetch_tries = 0
+        self._fetch_at = 0.0
+        self._fetch_why = ""
+        self._own_reads = 0
+        self._read_at = 0.0
+        self._announce_at = 0.0
+        self._reading: set[int] = set()
+        self._turn = 0
+        self._queue: list[PeerId] = []  # candidates still to be asked in this round
+        self._due = False  # H steps have passed without a merge
+        self._asked: dict[PeerId, str] = {}  # who was asked in this round and what came of it
+        self._met_anybody = False
+
+    # ---- facts ------------------------------------------------------------------------------------------------------------------
+
+    def handle(self, fact: f.Fact, now: float) -> list[f.Decision]:
+        """What to do about a fact. `now` is Unix seconds by the node's (corrected) clock and never goes back."""
+        match fact:
+            case f.Began():
+                return self._began(fact, now)
+            case f.Saw():
+                return self._saw(fact, now)
+            case f.Trained():
+                self._due = True
+                return self._next_offer(now, fresh=True)
+            case f.Offered():
+                return self._offered(fact, now)
+            case f.Answered():
+                if self.current and self.current.id == fact.exchange:
+                    self.current.running = True
+                return []
+            case f.Ended():
+                return self._ended(fact, now)
+            case f.Published():
+                self.round, self.digest = fact.round, fact.digest
+                return []
+            case f.FetchEnded():
+                return self._fetch_ended(fact, now)
+            case f.Stopping():
+                self._enter("stopping", now)
+                self._queue.clear()
+                return [f.Announce("left")]
+            case f.Tick():
+                return self._tick(now)
+
+    def wake_at(self) -> float:
+        """When the next tick is due."""
+        return min(self._read_at, self._announce_at, self._fetch_at if self.phase == "joining" and not self._fetching else float("inf"))
+
+    # ---- joining ----------------------------------------------------------------------------------------------------------------
+
+    def _began(self, fact: f.Began, now: float) -> list[f.Decision]:
+        self.round, self.digest, self._fresh = fact.round, fact.digest, fact.fresh
+        self._began_at = now
+        self._enter("joining", now)
+        if not self.settings.expects_peers:
+            return [*self._start_training(now), *self._reads(now)]
+        self._announce_at = now + self.settings.refresh_s
+        return [f.Announce("joining"), *self._reads(now)]
+
+    def _saw(self, fact: f.Saw, now: float) -> list[f.Decision]:
+        self._reading.discard(fact.block)
+        for seen in fact.records:
+            if self.members.observe(seen, now) and seen.peer != self.me:
+                self._met_anybody = True
+        if fact.block != self.block:
+            return []
+        self._own_reads += 1
+        if self.phase == "joining":
+            if self._own_reads < FIRST_READS:
+                self._read_at = min(self._read_at, now + 0.5)
+            return self._catch_up(now)
+        if self.phase == "training" and self.current is None and self._behind(now) >= FAR_BEHIND_ROUNDS:
+            self._fetch_tries = 0
+            return self._catch_up(now)
+        return []
+
+    def _behind(self, now: float) -> int:
+        newest = self.members.newest(self.block, now)
+        return newest[0] - self.round if newest else 0
+
+    def _catch_up(self, now: float) -> list[f.Decision]:
+        """Download state where somebody has a newer one worth having; else train from what we have."""
+        if self._fetching or now < self._fetch_at:
+            return []
+        behind = self._behind(now)
+        wanted = behind > 0 if self._fresh else behind > FETCH_WHEN_BEHIND
+        newest = self.members.newest(self.block, now)
+        if wanted and newest is not None and self._fetch_tries < FETCH_TRIES:
+            round, donors = newest
+            digest = next((Digest(m.digest) for m in self.members.holders(self.block, now) if m.peer == donors[0]), Digest(bytes(32)))
+            self._fetching = True
+            self._enter("fetching", now)
+            return [f.Fetch(round, digest, tuple(donors))]
+        if self._own_reads < FIRST_READS:
+            return []
+        return self._start_training(now)
+
+    def _fetch_ended(self, fact: f.FetchEnded, now: float) -> list[f.Decision]:
+        self._fetching = False
+        if not fact.why:
+            self.counters.fetched += 1
+            self._fresh = False
+            self._fetch_tries = 0
+            return self._start_training(now)
+        self._fetch_tries += 1
+        self._fetch_why = fact.why
+        self._fetch_at = now + FETCH_RETRY_S * self._rng.uniform(0.5, 1.5)
+        self._own_reads = min(self._own_reads, FIRST_READS - 1)  # look again before the next try
+        self._read_at = now
+        if fact.donor is not None:
+            self._blame(fact.donor, fact.why, fact.offence, now)
+        self._enter("joining", now)
+        return []
+
+    def _start_training(self, now: float) -> list[f.Decision]:
+        self._enter("training" if self.settings.train else "serving", now)
+        self._announce_at = now + self.settings.refresh_s
+        out: list[f.Decision] = [f.Announce(self.phase)]
+        if self.settings.train:
+            out.append(f.Train())
+        return out
+
+    # ---- exchanges --------------------------------------------------------------------------------------------------------------
+
+    def _next_offer(self, now: float, *, fresh: bool) -> list[f.Decision]:
+        """Ask the next candidate of this round; when all were asked in vain, the round is our own."""
+        if not self._due or self.current is not None or self.phase != "training":
+            return []
+        if fresh:
+            self._turn += 1
+            self._asked = {}
+            free = [m.peer for m in self.members.holders(self.block, now) if m.phase == "training" and m.avoided_s <= 0]
+            self._queue = pairing.candidates(self.settings.topology, self.me, free, self._turn, self._rng)
+        while self._queue:
+            peer = self._queue.pop(0)
+            if self.members.avoided(peer, now) > 0:
+                continue
+            self.current = Current(self._rng.randbytes(16), peer, True, now + self.settings.tau_s, False)
+            self._asked[peer] = "asked"
+            return [f.SendOffer(self.current.id, peer, self.current.deadline)]
+        self._due = False
+        self.counters.own_rounds += 1
+        return [f.PublishOwn()]
+
+    def _offered(self, fact: f.Offered, now: float) -> list[f.Decision]:
+        offer, peer = fact.offer, fact.peer
+        out: list[f.Decision] = []
+        why, retry_s = self._objection(fact, now)
+        current = self.current
+        if not why and current is not None:
+            crossed = current.ours and not current.running and current.peer == peer
+            if crossed and offer_stands(peer, self.me):
+                out.append(f.Withdraw(current.id))
+            else:
+                why, retry_s = ("crossed" if crossed else "busy"), BUSY_RETRY_S
+        if why:
+            return [f.Refuse(offer.exchange, peer, why, retry_s)]
+        self.current = Current(offer.exchange, peer, False, now + self.settings.tau_s, True)
+        return [*out, f.Take(offer.exchange, peer, self.current.deadline)]
+
+    def _objection(self, fact: f.Offered, now: float) -> tuple[str, float]:
+        """Why an offer can't be taken whatever else we do, and when to ask again."""
+        if self.phase == "stopping":
+            return "stopping", 3600.0
+        if self.phase in ("starting", "joining", "fetching"):
+            return "joining", 5.0
+        if self.phase == "serving":
+            return "not-training", 3600.0
+        if fact.offer.block != self.block:
+            return "block", 3600.0
+        put_off_s = self.members.offence_s(fact.peer, now)
+        if put_off_s > 0:
+            return "put-off", put_off_s
+        if self.round - fact.offer.round >= FAR_BEHIND_ROUNDS:
+            return "behind", 10.0
+        if fact.offer.round - self.round >= FAR_BEHIND_ROUNDS:
+            return "ahead", 10.0
+        return "", 0.0
+
+    def _ended(self, fact: f.Ended, now: float) -> list[f.Decision]:
+        result = fact.result
+        ours = self.current is not None and self.current.id == fact.exchange
+        if ours:
+            self.current = None
+        self._count(fact, now)
+        if result.kind in ("merged", "one_sided"):
+            self._due = False
+            self._queue.clear()
+            return []
+        if not ours:
+            return []
+        if result.kind in ("late", "lost"):
+            self._queue = self._queue[:1]  # the round has waited enough: one more try, then it is our own
+        return self._next_offer(now, fresh=False)
+
+    def _count(self, fact: f.Ended, now: float) -> None:
+        result, peer, counters = fact.result, fact.peer, self.counters
+        name = short(peer)
+        self._asked[peer] = f"{result.kind}: {result.why}" if result.why else result.kind
+        match result.kind:
+            case "merged":
+                counters.accepted += 1
+                self.members.succeeded(peer, now, None)
+            case "one_sided":
+                counters.accepted += 1
+                counters.one_sided += 1
+            case "refused":
+                counters.refused += 1
+                self.last_refusal = f"{name}: {result.why}"
+            case "late":
+                counters.late += 1
+            case "lost":
+                counters.lost += 1
+            case "declined":
+                counters.declined += 1
+                return
+        if result.kind != "merged" and (result.kind != "one_sided" or result.offence):
+            self._blame(peer, result.why, result.offence, now)
+
+    def _blame(self, peer: PeerId, why: str, offence: bool, now: float) -> None:
+        if offence:
+            self.members.offended(peer, now, why)
+        else:
+            self.members.failed(peer, now, why)
+
+    # ---- time -------------------------------------------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> list[f.Decision]:
+        out: list[f.Decision] = []
+        if self.phase in ("starting", "stopping"):
+            self._read_at = self._announce_at = now + self.settings.refresh_s
+            return out
+        if now >= self._announce_at:
+            self._announce_at = now + self.settings.refresh_s
+            out.append(f.Announce("joining" if self.phase == "fetching" else self.phase))
+        if now >= self._read_at:
+            out += self._reads(now)
+        if self.phase == "joining" and not self._fetching and now >= self._fetch_at and self._own_reads >= FIRST_READS:
+            out += self._catch_up(now)
+        return out
+
+    def _reads(self, now: float) -> list[f.Decision]:
+        """Our own block at every refresh, other blocks too (in turns where there are many)."""
+        early = self.phase == "joining" and self._own_reads < FIRST_READS
+        self._read_at = now + (0.5 if early else self.settings.refresh_s)
+        others = [block for block in range(self.manifest.blocks) if block != self.block]
+        if len(others) > MAX_OTHER_BLOCKS_READ:
+            others = self._rng.sample(others, MAX_OTHER_BLOCKS_READ)
+        out: list[f.Decision] = []
+        for block in [self.block] if early and self._own_reads else [self.block, *others]:
+            if block not in self._reading:
+                self._reading.add(block)
+                out.append(f.Read(block, tuple(self.members.to_read(block, now, self.me, self._rng))))
+        return out
+
+    def _enter(self, phase: str, now: float) -> None:
+        if phase != self.phase:
+            self.phase = phase
+            self._phase_since = now
+
+    # ---- what it would say ------------------------------------------------------------------------------------------------------
+
+    def isolated(self, now: float) -> bool:
+        """Initial peers were given, and yet nobody else is to be seen."""
+        if not self.settings.expects_peers or now - self._began_at < ISOLATED_AFTER_S:
+            return False
+        own = self.members.coverage(now, None)
+        return sum(own) == 0
+
+    def waiting(self, now: float) -> tuple[str, str, float, str]:
+        """(phase, what it waits for, seconds in the phase, what comes next), in plain words; never an empty wait."""
+        seconds = now - self._phase_since
+        if self.isolated(now):
+            return "isolated", "no other node of this run is to be seen", seconds, "looking again at every refresh; training goes on alone"
+        if self.phase == "joining":
+            if self._fetch_why:
+                return self.phase, f"state could not be had yet: {self._fetch_why}", seconds, "another try in a moment"
+            return self.phase, f"the DHT's word on who holds block {self.block}", seconds, "download state, or start training"
+        if self.phase == "fetching":
+            return self.phase, f"the state of block {self.block} from a replica", seconds, "training starts at the swarm's round"
+        if self.phase == "training":
+            return self.phase, self._training_waits(now), seconds, f"an exchange every {self.manifest.schedule.steps_per_round} steps"
+        return self.phase, "nothing", seconds, {"stopping": "save and leave", "serving": "answer sweeps"}.get(self.phase, "start")
+
+    def _training_waits(self, now: float) -> str:
+        if self.current is not None:
+            what = "the exchange with" if self.current.running else "an answer from"
+            return f"{what} {short(self.current.peer)}, at most {max(0.0, self.current.deadline - now):.0f} s more"
+        if not self.members.holders(self.block, now):
+            return f"nothing; no other replica of block {self.block} is known, so rounds are our own"
+        said = "; ".join(f"{short(peer)} {what}" for peer, what in list(self._asked.items())[-3:])
+        return f"nothing; next exchange is due in less than a round{f' (last: {said})' if said else ''}"

@@ -1,0 +1,129 @@
+"""One exchange between two replicas, from the offer to its end, as each side sees it.
+
+    offerer                                   responder
+    snapshot; Offer  ------------------------->  snapshot *now*
+             <------------------------- Accept (or Decline, with a reason)
+    Chunk… ==================================>
+             <================================== Chunk…          both ways at once
+    verify, merge, judge                       verify, merge, judge
+    Outcome  -------------------------------->
+             <-------------------------------- Outcome; the offerer closes first
+
+Both sides compute the merge from the two *encoded* snapshots and the two weights, so it is the same bits on both. Each side decides for
+itself whether to use it: there is no second phase, hence the *one-sided* case, where we used the merge and the other side did not (or
+never said). It costs nothing but a step of consensus, and it is counted. An exchange that is not decided at its deadline is *late*;
+nothing of it is used. Two offers that cross: the one of the lower peer id stands, and both sides know that without a message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from blocktrain.protocol.ids import Digest, PeerId
+from blocktrain.protocol.manifest import Manifest
+from blocktrain.protocol.messages import Accept, Offer, Outcome
+
+RESULTS: Final = ("merged", "one_sided", "refused", "late", "lost", "declined")
+MAX_WEIGHT_ROUNDS: Final = 4.0  # rounds of work that one side may claim in a merge; so no side weighs more than 5 : 1
+
+
+def offer_stands(offerer: PeerId, responder: PeerId) -> bool:
+    """Of two crossing offers, whether the one from `offerer` to `responder` stands."""
+    return offerer < responder
+
+
+def merged_round(ours: int, theirs: int) -> int:
+    return max(ours, theirs) + 1
+
+
+def tokens_per_round(manifest: Manifest) -> int:
+    return manifest.schedule.steps_per_round * manifest.optimizer.batch * manifest.model.context
+
+
+def shares(first: float, second: float, per_round: float) -> tuple[float, float]:
+    """How two snapshots weigh in their merge, by the tokens trained since each side's last merge.
+
+    One round's tokens are added to both: a replica that merged a moment ago holds the work of others, which counts too. A claim above
+    `MAX_WEIGHT_ROUNDS` rounds counts as that much, so that a liar gains little. The pair is ordered (lower peer id first), and the arithmetic
+    is plain double precision, so both sides get the same two numbers. They sum to 1.
+    """
+    most = MAX_WEIGHT_ROUNDS * per_round
+    a = per_round + min(max(first, 0.0), most)
+    b = per_round + min(max(second, 0.0), most)
+    return a / (a + b), b / (a + b)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How an exchange ended, for the counters, the status and the membership."""
+
+    kind: str  # one of RESULTS
+    why: str = ""
+    offence: bool = False  # the peer broke the agreement
+
+
+class Exchange:
+    """One side's view. States: offered → running → decided → over; `late`, `lost` and `refused` lead to over from any of them."""
+
+    def __init__(self, me: PeerId, peer: PeerId, exchange: bytes, *, ours: bool, now: float, tau_s: float) -> None:
+        self.me = me
+        self.peer = peer
+        self.id = exchange
+        self.ours = ours
+        self.began_at = now
+        self.deadline = now + tau_s
+        self.state = "offered" if ours else "running"
+        self._merged: Digest | None = None
+        self.result: Result | None = None
+
+    @property
+    def mine_first(self) -> bool:
+        """Whether our snapshot is the first operand of the merge: the lower peer id is."""
+        return self.me < self.peer
+
+    def accepted(self, accept: Accept, offer: Offer) -> str:
+        """The other side took our offer. Returns what is wrong with its terms, or ""."""
+        if accept.exchange != self.id or self.state != "offered":
+            return "an accept for another exchange"
+        if accept.codec != offer.codec:
+            return f"codec: ours {offer.codec}, theirs {accept.codec}"
+        self.state = "running"
+        return ""
+
+    def declined(self, reason: str) -> Result:
+        return self._end(Result("declined", reason))
+
+    def judged(self, merged: Digest) -> None:
+        """Our checks passed and the merge is in use: from here on it can at worst be one-sided."""
+        self._merged = merged
+        self.state = "decided"
+
+    def refused(self, why: str, *, offence: bool) -> Result:
+        """Our checks failed. Nothing of the exchange is used here."""
+        return self._end(Result("refused", why, offence))
+
+    def heard(self, outcome: Outcome) -> Result:
+        """The other side's outcome, after our own decision."""
+        if not outcome.accepted:
+            return self._end(Result("one_sided", f"they refused: {outcome.reason}"))
+        if outcome.merged != self._merged:
+            return self._end(Result("one_sided", "their merge has another digest", offence=True))
+        return self._end(Result("merged"))
+
+    def silent(self, why: str) -> Result:
+        """The stream ended, or the deadline passed, before we heard the other side's outcome."""
+        if self.state == "decided":
+            return self._end(Result("one_sided", why))
+        return self._end(Result("lost", why))
+
+    def late(self) -> Result:
+        if self.state == "decided":
+            return self._end(Result("one_sided", "no outcome before the deadline"))
+        return self._end(Result("late", f"not complete after {self.deadline - self.began_at:.0f} s"))
+
+    def _end(self, result: Result) -> Result:
+        if self.result is None:
+            self.result = result
+            self.state = "over"
+        return self.result
