@@ -1,0 +1,417 @@
+"""What one node knows about the others: who holds what, how they answer, whom to avoid.
+
+Fed by verified announcements (`observe`) and by our own calls (`succeeded`, `failed`, `offended`); asked by pairing, chain planning,
+catching up and `--block auto`. A peer counts with its latest word only, because one identity is one process and one block. Everything is
+bounded: at most `limits.MAX_MEMBERS` peers, of which those that expired go first, then the longest silent stranger of the most crowded
+block; a flood of fresh identities never pushes out a living peer that we have successfully talked with.
+
+Buckets: one block's announcements are spread over DHT keys that form a binary tree over the leading bits of sha256(peer id). Level k
+(a power of two) has k keys, numbered k-1 … 2k-2, so that 0 is the root. Each node picks the level at which its own bucket holds about
+`PER_BUCKET` peers (`buckets`). It announces there and one level up, and at every level above that with half the chance of the level
+below, so that each key holds about two bucketfuls whatever the size of the swarm. It reads the same two and a random one. Hence nodes
+whose levels differ by one step meet in both directions, and a newcomer who starts at the root always finds somebody there.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Protocol
+
+from blocktrain.protocol import limits
+from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
+from blocktrain.protocol.ids import PeerId, RunId, bucket_of
+from blocktrain.protocol.records import Seen
+
+FAILED_FIRST_S: Final = 2.0  # put off after the first failed call: long enough to try somebody else
+FAILED_MOST_S: Final = 60.0
+FAILED_HALF_LIFE_S: Final = 60.0  # after the back-off ended, the next one is halved for every minute that passes
+OFFENDED_FIRST_S: Final = 30.0
+OFFENDED_MOST_S: Final = 3600.0
+OFFENDED_HALF_LIFE_S: Final = 3600.0
+FRIEND_KEPT_S: Final = 600.0  # how long the RTT of a peer whose record ended is remembered: it may come back
+RTT_SHARE: Final = 0.25  # weight of the newest RTT in the moving average
+
+PER_BUCKET: Final = 32  # announcements that one key should hold: 13 kB
+_GROW_ABOVE: Final = PER_BUCKET * 3 // 2  # own bucket holds more: one level down. Below PER_BUCKET for both halves: one up again
+_PLACE_BITS: Final = 32
+_TALL_TALE: Final = 10.0  # a claimed throughput counts for at most this many times the median
+
+
+class Rng(Protocol):
+    """The part of `random.Random` that decisions need; this room may not import chance itself."""
+
+    def random(self) -> float: ...
+
+    def randrange(self, start: int, /) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A living holder as it stands now."""
+
+    peer: PeerId
+    block: int
+    phase: str
+    round: int
+    digest: bytes
+    tokens_per_s: float
+    load: float
+    addresses: tuple[str, ...]
+    expires_at: float
+    rtt_s: float | None  # None: never called
+    avoided_s: float  # seconds for which it should be left alone; 0: usable
+    doubt_s: float  # its last back-off, faded: above 0 means that calls failed lately
+    offender: bool  # under a ban for breaking the agreement: not even a last resort
+
+    @property
+    def trained(self) -> bool:
+        """Whether its published state is worth anything."""
+        return self.round > 0 and self.phase != "joining"
+
+
+class _Ban:
+    """A back-off that doubles with every strike and fades once it is over."""
+
+    __slots__ = ("length_s", "until")
+
+    def __init__(self) -> None:
+        self.until = 0.0
+        self.length_s = 0.0
+
+    def faded_s(self, now: float, half_life_s: float) -> float:
+        return self.length_s * math.exp2(-max(0.0, now - self.until) / half_life_s)
+
+    def strike(self, now: float, first_s: float, most_s: float, half_life_s: float) -> None:
+        if now >= self.until:  # calls that were already under way when it began do not double it
+            self.length_s = min(most_s, max(first_s, 2 * self.faded_s(now, half_life_s)))
+        self.until = now + self.length_s
+
+
+class _Peer:
+    """All that is kept of one peer. Lives on exactly one shelf: friends or strangers of a block, or the faded."""
+
+    __slots__ = ("failing", "friend", "offending", "place", "rtt_s", "seen", "shelf", "used_at", "why")
+
+    def __init__(self, place: int, shelf: dict[PeerId, _Peer]) -> None:
+        self.place = place
+        self.shelf = shelf
+        self.seen: Seen | None = None
+        self.friend = False
+        self.rtt_s: float | None = None
+        self.used_at = 0.0
+        self.failing: _Ban | None = None
+        self.offending: _Ban | None = None
+        self.why = ""
+
+    def avoided_s(self, now: float) -> float:
+        until = max(self.failing.until if self.failing else 0.0, self.offending.until if self.offending else 0.0)
+        return max(0.0, until - now)
+
+    def kept_until(self) -> float:
+        """Until when it is worth remembering, as long as there is room."""
+        times = [self.seen.expires_at if self.seen else 0.0]
+        if self.friend:
+            times.append(self.used_at + FRIEND_KEPT_S)
+        if self.failing:
+            times.append(self.failing.until + FAILED_HALF_LIFE_S)
+        if self.offending:
+            times.append(self.offending.until + OFFENDED_HALF_LIFE_S)
+        return max(times)
+
+
+@lru_cache(maxsize=1 << 15)  # a simulated world asks for the same ids from thousands of nodes
+def _place(peer: PeerId) -> int:
+    return bucket_of(peer, 1 << _PLACE_BITS)
+
+
+def _number(place: int, level: int) -> int:
+    """The key's number of the bucket of a place at a level."""
+    return level - 1 + (place * level >> _PLACE_BITS)
+
+
+class Members:
+    """One node's view of the others. `now` is the network's clock in Unix seconds, as in records' expiry."""
+
+    def __init__(self, run: RunId, blocks: int, me: PeerId) -> None:
+        self.run = run
+        self.blocks = blocks
+        self.me = me
+        self._peers: dict[PeerId, _Peer] = {}
+        self._faded: dict[PeerId, _Peer] = {}  # no living record: expired, left, or only met in a call
+        self._friends: tuple[dict[PeerId, _Peer], ...] = tuple({} for _ in range(blocks))  # by block; longest silent first
+        self._strangers: tuple[dict[PeerId, _Peer], ...] = tuple({} for _ in range(blocks))
+        self._last: dict[int, tuple[PeerId, float]] = {}
+        self._levels: dict[int, int] = {}
+        self._swept_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    # -- facts in
+
+    def observe(self, seen: Seen, now: float) -> bool:
+        """Take a verified announcement. Returns whether it told us anything new.
+
+        The later expiry wins. A tombstone silences the block that it names and is remembered until its own expiry, so that an older
+        record cannot bring the peer back; it does not silence a peer that has moved to another block.
+        """
+        word = seen.announcement
+        if seen.peer == self.me or word.run != self.run or word.block >= self.blocks:
+            return False
+        if not now < seen.expires_at <= now + limits.MAX_RECORD_LIFE_S:
+            return False
+        self._sweep(now)
+        peer = self._peers.get(seen.peer)
+        old = peer.seen if peer and peer.seen and peer.seen.expires_at > now else None
+        left = word.phase == "left"
+        if old is not None:
+            moved = old.announcement.block != word.block
+            if moved and left:
+                return False
+            gone_elsewhere = moved and old.announcement.phase == "left"
+            if not gone_elsewhere and seen.expires_at <= old.expires_at:
+                return False
+        if peer is None:
+            peer = self._admit(seen.peer, word.block)
+            if peer is None:
+                return False
+        peer.seen = seen
+        self._shelve(seen.peer, peer)
+        if not left:
+            self._last[word.block] = (seen.peer, now)
+        return True
+
+    def clash(self, seen: Seen, own_last_expiry: float) -> bool:
+        """Whether a record of our own peer id is one that we did not write: two processes share one identity."""
+        return seen.peer == self.me and seen.expires_at > own_last_expiry
+
+    def succeeded(self, peer: PeerId, now: float, rtt_s: float | None = None) -> None:
+        """A call worked: back-off is over. `rtt_s`, where the call measured one, joins the moving average."""
+        known = self._met(peer)
+        if known is None:
+            return
+        known.failing = None
+        known.used_at = now
+        if rtt_s is not None:
+            known.rtt_s = rtt_s if known.rtt_s is None else known.rtt_s + RTT_SHARE * (rtt_s - known.rtt_s)
+        if not known.friend and not self.offence_s(peer, now):
+            known.friend = True
+            self._shelve(peer, known)
+        if known.seen is not None and known.seen.announcement.phase != "left":
+            self._last[known.seen.announcement.block] = (peer, now)
+
+    def failed(self, peer: PeerId, now: float, why: str) -> None:
+        """A call failed or was late. The peer is put off at once, for longer with every failure in a row."""
+        known = self._met(peer)
+        if known is not None:
+            known.failing = known.failing or _Ban()
+            known.failing.strike(now, FAILED_FIRST_S, FAILED_MOST_S, FAILED_HALF_LIFE_S)
+            known.why = why
+
+    def offended(self, peer: PeerId, now: float, why: str) -> None:
+        """The peer broke the agreement (`PeerFault`): put off for much longer, and no success makes it forgotten."""
+        known = self._met(peer)
+        if known is not None:
+            known.offending = known.offending or _Ban()
+            known.offending.strike(now, OFFENDED_FIRST_S, OFFENDED_MOST_S, OFFENDED_HALF_LIFE_S)
+            known.why = why
+            known.friend = False
+            self._shelve(peer, known)
+
+    # -- views out
+
+    def avoided(self, peer: PeerId, now: float) -> float:
+        """Seconds for which a peer should be left alone; 0: usable."""
+        known = self._peers.get(peer)
+        return known.avoided_s(now) if known else 0.0
+
+    def offence_s(self, peer: PeerId, now: float) -> float:
+        """Seconds for which a peer is banned for breaking the agreement; failed calls do not count here."""
+        known = self._peers.get(peer)
+        return max(0.0, known.offending.until - now) if known and known.offending else 0.0
+
+    def why(self, peer: PeerId) -> str:
+        """The last thing that went wrong with a peer, or ""."""
+        known = self._peers.get(peer)
+        return known.why if known else ""
+
+    def holders(self, block: int, now: float, *, trained_only: bool = False) -> list[Member]:
+        """The living holders of a block, in no meaningful order. `trained_only`: whose published state is worth taking."""
+        found = (self._view(seen, peer, now) for seen, peer in self._living(block, now))
+        return [member for member in found if member.trained or not trained_only]
+
+    def coverage(self, now: float, own_block: int | None) -> tuple[int, ...]:
+        """Replicas of each block, ours included."""
+        counts = [sum(1 for _ in self._living(block, now)) for block in range(self.blocks)]
+        if own_block is not None:
+            counts[own_block] += 1
+        return tuple(counts)
+
+    def missing(self, now: float, own_block: int | None) -> tuple[int, ...]:
+        """The blocks that nobody holds."""
+        return tuple(block for block, count in enumerate(self.coverage(now, own_block)) if not count)
+
+    def last_seen(self, block: int) -> tuple[PeerId, float] | None:
+        """Who was last known to hold a block, and when that was; kept after its record ended."""
+        return self._last.get(block)
+
+    def most_needed(self, now: float, rng: Rng) -> int:
+        """The block with the least total throughput; then the fewest replicas; then chance.
+
+        A peer whose speed is not known yet counts with the median of the known ones; nobody counts for more than ten medians.
+        """
+        living = [[seen.announcement for seen, _ in self._living(block, now)] for block in range(self.blocks)]
+        known = [word.tokens_per_s for words in living for word in words if word.tokens_per_s > 0 and word.phase != "joining"]
+        median = statistics.median(known) if known else 1.0
+        best: tuple[tuple[float, int, float], int] | None = None
+        for block, words in enumerate(living):
+            total = sum(median if word.phase == "joining" else min(word.tokens_per_s, _TALL_TALE * median) for word in words)
+            rank = (total, len(words), rng.random())
+            if best is None or rank < best[0]:
+                best = (rank, block)
+        assert best is not None, "a run has at least one block"
+        return best[1]
+
+    def newest(self, block: int, now: float) -> tuple[int, list[PeerId]]:
+        """The newest published round of a block and the peers who agree on its digest: donors for catching up; (0, []) if none.
+
+        Untrained and joining peers are no donors. Among three or more, a round far above the median is a tall tale and not followed.
+        """
+        donors = [member for member in self.holders(block, now, trained_only=True) if not member.offender]
+        donors = [member for member in donors if not member.avoided_s] or donors
+        ceiling = believable_round([member.round for member in donors])
+        groups: dict[tuple[int, bytes], list[PeerId]] = {}
+        for member in donors:
+            if member.round <= ceiling:
+                groups.setdefault((member.round, member.digest), []).append(member.peer)
+        if not groups:
+            return 0, []
+        best = max(groups, key=lambda key: (key[0], len(groups[key]), key[1]))
+        return best[0], sorted(groups[best])
+
+    # -- buckets
+
+    def buckets(self, block: int, now: float) -> int:
+        """The level of a block: a power of two, 1 … `limits.MAX_BUCKETS`, at which our own bucket holds about `PER_BUCKET` peers.
+
+        Only our own bucket and its sibling are fully known, so they are what is counted; the level moves with hysteresis.
+        """
+        mine = _place(self.me)
+        places = [peer.place for _, peer in self._living(block, now)]
+        level = self._levels.get(block, 1)
+
+        def near(at: int) -> int:
+            own = _number(mine, at)
+            return sum(1 for place in places if _number(place, at) == own)
+
+        while level < limits.MAX_BUCKETS and near(level) > _GROW_ABOVE:
+            level *= 2
+        while level > 1 and near(level // 2) < PER_BUCKET:
+            level //= 2
+        self._levels[block] = level
+        return level
+
+    def to_announce(self, block: int, now: float) -> list[int]:
+        """The numbers of the DHT buckets in which we announce ourselves: about three; in a small swarm just [0]."""
+        level = self.buckets(block, now)
+        place = _place(self.me)
+        numbers = [_number(place, level)]
+        luck = place  # its low bits are as good as random, and the same each time
+        up = level // 2
+        while up:
+            numbers.append(_number(place, up))
+            if luck & 1:
+                break
+            luck >>= 1
+            up //= 2
+        return numbers
+
+    def to_read(self, block: int, now: float, me: PeerId, rng: Rng) -> list[int]:
+        """The numbers of the DHT buckets to read for a block: those of `me` at the block's level and one up, and a random one."""
+        level = self.buckets(block, now)
+        place = _place(me)
+        numbers = [_number(place, level), _number(place, max(1, level // 2)), level - 1 + rng.randrange(level)]
+        return list(dict.fromkeys(numbers))
+
+    # -- shelves
+
+    def _living(self, block: int, now: float) -> Iterator[tuple[Seen, _Peer]]:
+        for shelf in (self._friends[block], self._strangers[block]):
+            for peer in shelf.values():
+                if peer.seen is not None and peer.seen.expires_at > now:
+                    yield peer.seen, peer
+
+    def _view(self, seen: Seen, peer: _Peer, now: float) -> Member:
+        word = seen.announcement
+        return Member(
+            peer=seen.peer,
+            block=word.block,
+            phase=word.phase,
+            round=word.round,
+            digest=word.digest,
+            tokens_per_s=word.tokens_per_s,
+            load=word.load,
+            addresses=word.addresses,
+            expires_at=seen.expires_at,
+            rtt_s=peer.rtt_s,
+            avoided_s=peer.avoided_s(now),
+            doubt_s=peer.failing.faded_s(now, FAILED_HALF_LIFE_S) if peer.failing else 0.0,
+            offender=peer.offending is not None and peer.offending.until > now,
+        )
+
+    def _met(self, peer: PeerId) -> _Peer | None:
+        """The entry of a peer that we called or that called us; None for ourselves and where there is no room."""
+        if peer == self.me:
+            return None
+        return self._peers.get(peer) or self._admit(peer, None)
+
+    def _admit(self, peer: PeerId, block: int | None) -> _Peer | None:
+        """A new entry, at the end of the faded until it is shelved. None if only living friends could make room for it."""
+        if len(self._peers) >= limits.MAX_MEMBERS and not self._evict():
+            return None
+        known = _Peer(_place(peer), self._faded)
+        self._peers[peer] = self._faded[peer] = known
+        return known
+
+    def _evict(self) -> bool:
+        shelf = self._faded or max(self._strangers, key=len)
+        if not shelf:
+            return False
+        oldest = next(iter(shelf))
+        del shelf[oldest], self._peers[oldest]
+        return True
+
+    def _shelve(self, name: PeerId, peer: _Peer) -> None:
+        """Put an entry where it now belongs, as the most recently heard of its shelf."""
+        del peer.shelf[name]
+        word = peer.seen.announcement if peer.seen else None
+        if word is None or word.phase == "left":
+            peer.shelf = self._faded
+        else:
+            peer.shelf = (self._friends if peer.friend else self._strangers)[word.block]
+        peer.shelf[name] = peer
+
+    def _sweep(self, now: float) -> None:
+        """Now and then, move what expired to the faded and forget what is past remembering."""
+        full = len(self._peers) >= limits.MAX_MEMBERS
+        if 0 <= now - self._swept_at < (1.0 if full else limits.REFRESH_S):
+            return
+        self._swept_at = now
+        for shelf in (*self._friends, *self._strangers):
+            for name in [name for name, peer in shelf.items() if peer.seen is None or peer.seen.expires_at <= now]:
+                self._faded[name] = peer = shelf.pop(name)
+                peer.shelf = self._faded
+        for name in [name for name, peer in self._faded.items() if peer.kept_until() <= now]:
+            del self._faded[name], self._peers[name]
+
+
+def believable_round(rounds: list[int]) -> int:
+    """The highest round that is followed: the highest within reach of the median where three or more can be compared."""
+    if len(rounds) < 3:
+        return max(rounds, default=0)
+    ceiling = int(statistics.median_low(rounds)) + FAR_BEHIND_ROUNDS
+    return max(number for number in rounds if number <= ceiling)
