@@ -50,7 +50,11 @@ class Chain:
     missing: tuple[int, ...] = ()
 
     def hop(self, block: int) -> Hop:
-        return next(hop for hop in self.hops if hop.block == block)
+        """Raises: KeyError: the block is missing."""
+        for hop in self.hops:
+            if hop.block == block:
+                return hop
+        raise KeyError(block)
 
     @property
     def peers(self) -> tuple[PeerId, ...]:

@@ -4,12 +4,6 @@ Fed by verified announcements (`observe`) and by our own calls (`succeeded`, `fa
 catching up and `--block auto`. A peer counts with its latest word only, because one identity is one process and one block. Everything is
 bounded: at most `limits.MAX_MEMBERS` peers, of which those that expired go first, then the longest silent stranger of the most crowded
 block; a flood of fresh identities never pushes out a living peer that we have successfully talked with.
-
-Buckets: one block's announcements are spread over DHT keys that form a binary tree over the leading bits of sha256(peer id). Level k
-(a power of two) has k keys, numbered k-1 … 2k-2, so that 0 is the root. Each node picks the level at which its own bucket holds about
-`PER_BUCKET` peers (`buckets`). It announces there and one level up, and at every level above that with half the chance of the level
-below, so that each key holds about two bucketfuls whatever the size of the swarm. It reads the same two and a random one. Hence nodes
-whose levels differ by one step meet in both directions, and a newcomer who starts at the root always finds somebody there.
 """
 
 from __future__ import annotations
@@ -18,12 +12,12 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Final, Protocol
 
 from blocktrain.protocol import limits
 from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
-from blocktrain.protocol.ids import PeerId, RunId, bucket_of
+from blocktrain.protocol.buckets import announced, next_level, place_of, read
+from blocktrain.protocol.ids import PeerId, RunId
 from blocktrain.protocol.records import Seen
 
 FAILED_FIRST_S: Final = 2.0  # put off after the first failed call: long enough to try somebody else
@@ -34,10 +28,6 @@ OFFENDED_MOST_S: Final = 3600.0
 OFFENDED_HALF_LIFE_S: Final = 3600.0
 FRIEND_KEPT_S: Final = 600.0  # how long the RTT of a peer whose record ended is remembered: it may come back
 RTT_SHARE: Final = 0.25  # weight of the newest RTT in the moving average
-
-PER_BUCKET: Final = 32  # announcements that one key should hold: 13 kB
-_GROW_ABOVE: Final = PER_BUCKET * 3 // 2  # own bucket holds more: one level down. Below PER_BUCKET for both halves: one up again
-_PLACE_BITS: Final = 32
 _TALL_TALE: Final = 10.0  # a claimed throughput counts for at most this many times the median
 
 
@@ -121,16 +111,6 @@ class _Peer:
         if self.offending:
             times.append(self.offending.until + OFFENDED_HALF_LIFE_S)
         return max(times)
-
-
-@lru_cache(maxsize=1 << 15)  # a simulated world asks for the same ids from thousands of nodes
-def _place(peer: PeerId) -> int:
-    return bucket_of(peer, 1 << _PLACE_BITS)
-
-
-def _number(place: int, level: int) -> int:
-    """The key's number of the bucket of a place at a level."""
-    return level - 1 + (place * level >> _PLACE_BITS)
 
 
 class Members:
@@ -296,46 +276,20 @@ class Members:
     # -- buckets
 
     def buckets(self, block: int, now: float) -> int:
-        """The level of a block: a power of two, 1 … `limits.MAX_BUCKETS`, at which our own bucket holds about `PER_BUCKET` peers.
-
-        Only our own bucket and its sibling are fully known, so they are what is counted; the level moves with hysteresis.
-        """
-        mine = _place(self.me)
-        places = [peer.place for _, peer in self._living(block, now)]
-        level = self._levels.get(block, 1)
-
-        def near(at: int) -> int:
-            own = _number(mine, at)
-            return sum(1 for place in places if _number(place, at) == own)
-
-        while level < limits.MAX_BUCKETS and near(level) > _GROW_ABOVE:
-            level *= 2
-        while level > 1 and near(level // 2) < PER_BUCKET:
-            level //= 2
+        """Over how many DHT keys a block's holders are spread now: the level of buckets.py, a power of two."""
+        others = [peer.place for _, peer in self._living(block, now)]
+        level = next_level(self._levels.get(block, 1), place_of(self.me), others)
         self._levels[block] = level
         return level
 
     def to_announce(self, block: int, now: float) -> list[int]:
         """The numbers of the DHT buckets in which we announce ourselves: about three; in a small swarm just [0]."""
-        level = self.buckets(block, now)
-        place = _place(self.me)
-        numbers = [_number(place, level)]
-        luck = place  # its low bits are as good as random, and the same each time
-        up = level // 2
-        while up:
-            numbers.append(_number(place, up))
-            if luck & 1:
-                break
-            luck >>= 1
-            up //= 2
-        return numbers
+        return announced(place_of(self.me), self.buckets(block, now))
 
     def to_read(self, block: int, now: float, me: PeerId, rng: Rng) -> list[int]:
-        """The numbers of the DHT buckets to read for a block: those of `me` at the block's level and one up, and a random one."""
+        """The numbers of the DHT buckets to read for a block: those that `me` shares, and a random one; in a small swarm just [0]."""
         level = self.buckets(block, now)
-        place = _place(me)
-        numbers = [_number(place, level), _number(place, max(1, level // 2)), level - 1 + rng.randrange(level)]
-        return list(dict.fromkeys(numbers))
+        return list(dict.fromkeys((*read(place_of(me), level), level - 1 + rng.randrange(level))))
 
     # -- shelves
 
@@ -373,7 +327,7 @@ class Members:
         """A new entry, at the end of the faded until it is shelved. None if only living friends could make room for it."""
         if len(self._peers) >= limits.MAX_MEMBERS and not self._evict():
             return None
-        known = _Peer(_place(peer), self._faded)
+        known = _Peer(place_of(peer), self._faded)
         self._peers[peer] = self._faded[peer] = known
         return known
 
