@@ -1,0 +1,110 @@
+"""What can be known to be wrong before anything heavy is imported or started: addresses, numbers that contradict each other, missing files.
+
+Whether the block is in range, the data long enough and the device there is checked where that is known (service, compute).
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from blocktrain.node import addresses
+from blocktrain.node.config import ClientConfig, NodeConfig
+from blocktrain.protocol import limits
+from blocktrain.protocol.errors import UsageError
+
+RECIPES: Final = Path(__file__).resolve().parents[1] / "recipes"
+_GLOB: Final = frozenset("*?[")
+
+
+def check_node(config: NodeConfig) -> None:
+    """Raises: UsageError: the first contradiction, in one line."""
+    network, training = config.network, config.training
+    if config.new_run is None and not network.initial_peers:
+        raise UsageError("which run? Host a new one with --new-run FILE, or join one with --initial-peers ADDRESS …")
+    if config.new_run is not None:
+        if config.run:
+            raise UsageError("--run chooses among the runs of the initial peers; with --new-run the name stands in the file")
+        recipe_file(config.new_run)
+    addresses.parse_all(network.initial_peers, "--initial-peers", needs_peer=True)
+    addresses.parse_all(network.relays, "--relay", needs_peer=True)
+    if not network.host_maddrs:
+        raise UsageError("--host-maddrs needs an address to listen on, like /ip4/0.0.0.0/tcp/31337")
+    addresses.parse_all(network.host_maddrs, "--host-maddrs")
+    addresses.check_announced(network.announce_maddrs)
+    if network.refresh_s >= network.ttl_s:
+        raise UsageError(
+            f"--refresh-s {network.refresh_s:g} must be below --ttl-s {network.ttl_s:g}, else our announcement ends between two"
+        )
+    if network.ttl_s > limits.MAX_RECORD_LIFE_S:
+        raise UsageError(f"--ttl-s {network.ttl_s:g}: other nodes keep no record for longer than {limits.MAX_RECORD_LIFE_S:g} s")
+    if network.public and network.relays:
+        raise UsageError("--public says that others can reach this node, --relay that they cannot: give one of them")
+    check_data(training.data)
+    _check_device(training.device)
+    if config.files.identity is not None and config.files.identity.is_dir():
+        raise UsageError(f"--identity {config.files.identity} is a folder; give the file that holds (or shall hold) the key")
+    if config.files.store is not None and config.files.store.exists() and not config.files.store.is_dir():
+        raise UsageError(f"--store {config.files.store} is a file; give a folder")
+
+
+def check_client(config: ClientConfig) -> None:
+    """Raises: UsageError."""
+    addresses.parse_all(config.initial_peers, "--initial-peers", needs_peer=True)
+
+
+def check_data(sources: Iterable[str]) -> None:
+    """Whether every local source is there and may be read. Raises: UsageError: naming the first that is not."""
+    count = 0
+    for source in sources:
+        count += 1
+        if source == "builtin" or source.startswith("hf:"):
+            if source == "hf:":
+                raise UsageError("--data hf: needs the data set's name: hf:NAME[:CONFIG[:SPLIT[:COLUMN]]]")
+            continue
+        _check_path(source)
+    if not count:
+        raise UsageError("--data needs a source: files, folders, globs, builtin or hf:NAME")
+
+
+def recipe_file(given: Path) -> Path:
+    """The file behind `--new-run`: itself, or the recipe of that name that comes with blocktrain.
+
+    Raises: UsageError: there is neither.
+    """
+    if given.is_file():
+        if not os.access(given, os.R_OK):
+            raise UsageError(f"--new-run {given} may not be read by this user")
+        return given
+    shipped = RECIPES / f"{given}.toml"
+    if len(given.parts) == 1 and shipped.is_file():
+        return shipped
+    names = ", ".join(sorted(path.stem for path in RECIPES.glob("*.toml")))
+    known = f", nor one of the recipes that come with blocktrain ({names})" if names else ""
+    raise UsageError(f"--new-run {given} is not a file{known}")
+
+
+def _check_path(source: str) -> None:
+    path = Path(source).expanduser()
+    if not path.exists() and _GLOB & set(source):
+        if next(glob.iglob(str(path), recursive=True), None) is None:
+            raise UsageError(f"--data {source}: no file matches")
+        return
+    if not path.exists():
+        raise UsageError(f"--data {source}: there is no such file or folder")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"--data {source}: it may not be read by this user")
+    if path.is_file() and path.stat().st_size == 0:
+        raise UsageError(f"--data {source}: the file is empty")
+    if path.is_dir() and next(path.iterdir(), None) is None:
+        raise UsageError(f"--data {source}: the folder is empty")
+
+
+def _check_device(device: str) -> None:
+    kind, _, index = device.partition(":")
+    fits = device in ("auto", "cpu", "cuda") or (kind == "cuda" and index.isascii() and index.isdigit())
+    if not fits:
+        raise UsageError(f"--device {device!r}: write cpu, cuda, cuda:N or auto")
