@@ -41,6 +41,7 @@ _WORDS = Text(limits.MAX_TEXT_CHARS)
 _ROUND = Int(0, MAX_ROUND)
 _BLOCK = Int(0, limits.MAX_BLOCKS - 1)
 _SIZE = Int(0, limits.MAX_STATE_BYTES)
+_TOKENS = Raw(limits.MAX_HEADER_BYTES - 4096)  # leaves room for the other fields, a list of 1024 blocks included
 _PLACE = Int(0, 2**31 - 1)  # a position in a text
 
 
@@ -193,15 +194,17 @@ class Step:
     The body is the accumulator: fp16, rows × want × vocabulary, the sum of log-probabilities of the holders before; empty at the first.
     A cache that reaches past `position` is cut back to it (rejected drafts). With `rows` > 1 nothing is cached.
     With `draft` > 0 the first holder extends the (single) text by that many tokens of its own before it scores, and passes them on.
-    `drafted` counts the drafted tokens at the end of `tokens`; the body then ends in `drafted` rows more: the drafter's own
-    log-probabilities, which pass through to the client unchanged.
+    `drafted` counts the drafted tokens at the end of `tokens`; the body then ends in `drafted` + 1 rows more: the drafter's own
+    log-probabilities of each drafted token and of the one after them, which pass through to the client unchanged.
+    A `noisy` step (one-sweep) scores a window: the last `want` - 1 tokens are unknown (and sent as 0); the body then ends in their z, fp16,
+    (`want` - 1) × width, drawn by the first holder from the seed and moved on by each. Noisy positions do not stay in the cache.
     """
 
     sequence: int = schema.field(Int(0, 2**40))
     position: int = schema.field(_PLACE)
     rows: int = schema.field(Int(1, 256))
     want: int = schema.field(Int(0, 65536))
-    tokens: bytes = schema.field(Raw(limits.MAX_HEADER_BYTES - 2048))  # u8 (bytes) or u32 little endian, row after row
+    tokens: bytes = schema.field(_TOKENS)  # u8 (bytes) or u32 little endian, row after row
     draft: int = schema.field(Int(0, 256), 0)
     drafted: int = schema.field(Int(0, 256), 0)
     temperature: float = schema.field(Float(0.0, 100.0), 1.0)
@@ -210,7 +213,8 @@ class Step:
     seed: int = schema.field(Int(0, 2**63 - 1), 0)
     blocks: tuple[int, ...] = schema.field(Many(_BLOCK, limits.MAX_CHAIN), ())  # whose log-probabilities the body holds
     compute_s: float = schema.field(Float(0.0, 1e6), 0.0)  # spent by the holders so far, for overhead measurements
-    noisy: bool = schema.field(Bool(), False)  # the tokens past the first are unknown: z rides in the body (one-sweep)
+    noisy: bool = schema.field(Bool(), False)  # the last want - 1 tokens are unknown: their z rides in the body (one-sweep)
+    substeps: int = schema.field(Int(1, 16), 1)  # of z inside each block, in a noisy step
 
 
 @dataclass(frozen=True)
@@ -220,7 +224,7 @@ class Scored:
     sequence: int = schema.field(Int(0, 2**40))
     want: int = schema.field(Int(0, 65536))
     drafted: int = schema.field(Int(0, 256), 0)
-    tokens: bytes = schema.field(Raw(limits.MAX_HEADER_BYTES - 2048), b"")
+    tokens: bytes = schema.field(_TOKENS, b"")
     blocks: tuple[int, ...] = schema.field(Many(_BLOCK, limits.MAX_CHAIN), ())
     compute_s: float = schema.field(Float(0.0, 1e6), 0.0)  # sum over the holders, for overhead measurements
 
@@ -259,6 +263,6 @@ def from_header(header: bytes | memoryview) -> Message:
     tag = data.get("t")
     cls = _TYPES.get(tag) if isinstance(tag, str) else None
     if cls is None:
-        raise Malformed(f"unknown message {str(tag)[:40]!r}")
+        raise Malformed(f"unknown message {schema.shown(tag)}")
     message: Message = schema.decode(cls, data, where=cls.__name__)
     return message
