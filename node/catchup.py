@@ -60,7 +60,7 @@ class Donor:
             return End("unknown", f"we hold block {self._block} of another kind")
         if published.round == 0:
             return End("unknown", "our replica has no rounds yet")
-        if want.digest != NO_DIGEST and want.digest != published.digest:
+        if want.digest not in (NO_DIGEST, published.digest):
             return End("unknown", "that state is not our published one (any more)")
         if self._serving >= MAX_DOWNLOADS_SERVED:
             return End("busy", f"{self._serving} downloads are under way", BUSY_RETRY_S)

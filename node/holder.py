@@ -13,11 +13,11 @@ import time
 from dataclasses import dataclass, field, replace
 
 from blocktrain.node.ports import Busy, Published, Server, Stream, Transport, UnknownState
-from blocktrain.protocol import limits
+from blocktrain.protocol import limits, sweep
 from blocktrain.protocol.errors import Malformed, NetworkFault, PeerFault
 from blocktrain.protocol.ids import Digest, PeerId, short
 from blocktrain.protocol.manifest import Manifest
-from blocktrain.protocol.messages import LINK, Close, End, Link, Open, Ready, Scored, Step
+from blocktrain.protocol.messages import LINK, Close, End, Link, Open, Ready, Step
 
 
 @dataclass
@@ -37,6 +37,7 @@ class Holder:
     def __init__(self, manifest: Manifest, block: int, server: Server, transport: Transport) -> None:
         self._manifest = manifest
         self._block = block
+        self._shape = sweep.Shape.of(manifest)
         self._server = server
         self._transport = transport
         self._sessions: dict[bytes, Session] = {}
@@ -125,14 +126,7 @@ class Holder:
             spent = time.monotonic() - began
             onward = replace(onward, compute_s=step.compute_s + spent)
             if not session.opened.next_peer:
-                scored = Scored(
-                    sequence=step.sequence,
-                    want=onward.want,
-                    drafted=onward.drafted,
-                    tokens=_drafted_tokens(onward, self._manifest.model.vocabulary),
-                    blocks=onward.blocks,
-                    compute_s=onward.compute_s,
-                )
+                scored = sweep.scored(onward, self._shape)
                 await session.client.send(scored, onward_body, timeout_s=limits.HOP_TIMEOUT_S)
                 return
             try:
@@ -160,10 +154,3 @@ class Holder:
 
     async def _tell(self, session: Session, end: End) -> None:
         await session.client.send(end, timeout_s=limits.OPEN_TIMEOUT_S)
-
-
-def _drafted_tokens(step: Step, vocabulary: int) -> bytes:
-    """The drafted tokens at the end of a step's tokens, in their wire form."""
-    if not step.drafted:
-        return b""
-    return step.tokens[-step.drafted * (1 if vocabulary <= 256 else 4) :]

@@ -11,17 +11,16 @@ It never decides about the network or about tensors: node/ (or a simulator) carr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from random import Random
 from typing import Final
-
-from blocktrain.protocol.membership import Members
 
 from blocktrain.protocol import facts as f
 from blocktrain.protocol import limits, pairing
 from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
+from blocktrain.protocol.chance import Rng
 from blocktrain.protocol.exchange import offer_stands
 from blocktrain.protocol.ids import Digest, PeerId, short
 from blocktrain.protocol.manifest import Manifest
+from blocktrain.protocol.membership import Members
 
 FETCH_WHEN_BEHIND: Final = 10  # rounds: a node that starts (or was away) further behind than this takes state instead of averaging
 FETCH_RETRY_S: Final = 3.0
@@ -72,7 +71,7 @@ class Current:
 class Core:
     """One node. Call `handle` with every fact, in order; carry out what it returns, in order."""
 
-    def __init__(self, me: PeerId, manifest: Manifest, block: int, settings: Settings, rng: Random) -> None:
+    def __init__(self, me: PeerId, manifest: Manifest, block: int, settings: Settings, rng: Rng) -> None:
         self.me = me
         self.manifest = manifest
         self.block = block
@@ -127,6 +126,9 @@ class Core:
                 return []
             case f.FetchEnded():
                 return self._fetch_ended(fact, now)
+            case f.Blamed():
+                self._blame(fact.peer, fact.why, fact.offence, now)
+                return []
             case f.Stopping():
                 self._enter("stopping", now)
                 self._queue.clear()
@@ -167,8 +169,8 @@ class Core:
         return []
 
     def _behind(self, now: float) -> int:
-        newest = self.members.newest(self.block, now)
-        return newest[0] - self.round if newest else 0
+        """Rounds between our published state and the newest that can be downloaded; not above 0 where there is none."""
+        return self.members.newest(self.block, now)[0] - self.round
 
     def _catch_up(self, now: float) -> list[f.Decision]:
         """Download state where somebody has a newer one worth having; else train from what we have."""
@@ -176,13 +178,12 @@ class Core:
             return []
         behind = self._behind(now)
         wanted = behind > 0 if self._fresh else behind > FETCH_WHEN_BEHIND
-        newest = self.members.newest(self.block, now)
-        if wanted and newest is not None and self._fetch_tries < FETCH_TRIES:
-            round, donors = newest
-            digest = next((Digest(m.digest) for m in self.members.holders(self.block, now) if m.peer == donors[0]), Digest(bytes(32)))
+        if wanted and self._fetch_tries < FETCH_TRIES:
+            round, donors = self.members.newest(self.block, now)
+            others = [m.peer for m in self.members.holders(self.block, now, trained_only=True) if m.avoided_s <= 0]
             self._fetching = True
             self._enter("fetching", now)
-            return [f.Fetch(round, digest, tuple(donors))]
+            return [f.Fetch(round, tuple(dict.fromkeys([*donors, *others])))]
         if self._own_reads < FIRST_READS:
             return []
         return self._start_training(now)
@@ -199,8 +200,6 @@ class Core:
         self._fetch_at = now + FETCH_RETRY_S * self._rng.uniform(0.5, 1.5)
         self._own_reads = min(self._own_reads, FIRST_READS - 1)  # look again before the next try
         self._read_at = now
-        if fact.donor is not None:
-            self._blame(fact.donor, fact.why, fact.offence, now)
         self._enter("joining", now)
         return []
 

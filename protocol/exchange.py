@@ -45,8 +45,8 @@ def shares(first: float, second: float, per_round: float) -> tuple[float, float]
     """How two snapshots weigh in their merge, by the tokens trained since each side's last merge.
 
     One round's tokens are added to both: a replica that merged a moment ago holds the work of others, which counts too. A claim above
-    `MAX_WEIGHT_ROUNDS` rounds counts as that much, so that a liar gains little. The pair is ordered (lower peer id first), and the arithmetic
-    is plain double precision, so both sides get the same two numbers. They sum to 1.
+    `MAX_WEIGHT_ROUNDS` rounds counts as that much, so that a liar gains little. The pair is ordered (lower peer id first), and the
+    arithmetic is plain double precision, so both sides get the same two numbers. They sum to 1.
     """
     most = MAX_WEIGHT_ROUNDS * per_round
     a = per_round + min(max(first, 0.0), most)

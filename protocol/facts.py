@@ -73,8 +73,15 @@ class FetchEnded:
     """A download of state ended. `why` is empty where it worked."""
 
     why: str
-    donor: PeerId | None = None
-    offence: bool = False
+
+
+@dataclass(frozen=True)
+class Blamed:
+    """Something a peer did or failed to do outside an exchange: a download, a sweep."""
+
+    peer: PeerId
+    why: str
+    offence: bool
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ class Stopping:
     """The user wants the node to end."""
 
 
-Fact: TypeAlias = Began | Saw | Trained | Offered | Answered | Ended | Published | FetchEnded | Tick | Stopping
+Fact: TypeAlias = Began | Saw | Trained | Offered | Answered | Ended | Published | FetchEnded | Blamed | Tick | Stopping
 
 # ---- decisions ------------------------------------------------------------------------------------------------------------------
 
@@ -134,10 +141,9 @@ class PublishOwn:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Download the published state of `round` and `digest` from any of these donors."""
+    """Download a published state of at least `round` from one of these donors. Those who announced that very round come first."""
 
     round: int
-    digest: Digest
     donors: tuple[PeerId, ...]
 
 

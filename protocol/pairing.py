@@ -1,24 +1,24 @@
 """Whom to offer an exchange: an order of candidates, by topology, from what we know of our block's holders.
 
-`pairs` (default) is a fresh random order each time. The graphs (`ring`, `expander`, `small-world`) are drawn over the sorted peer ids, so that
-nodes with the same view draw the same graph without a word; `full` goes round all of them in turn. Peers that are put off come last, in
-the order in which their time is up, and only those whose time *is* up are asked at all.
+`pairs` (default) is a fresh random order each time. The graphs (`ring`, `expander`, `small-world`) are drawn over the sorted peer ids, so
+that nodes with the same view draw the same graph without a word; `full` goes round all of them in turn. Peers that are put off are not
+candidates; the core leaves them out.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from random import Random
 from typing import Final
 
+from blocktrain.protocol.chance import Rng
 from blocktrain.protocol.ids import PeerId
 
 MAX_TRIES: Final = 3  # candidates asked in one round before it ends as an own round
 EXPANDER_DEGREE: Final = 4
 
 
-def candidates(topology: str, me: PeerId, others: Sequence[PeerId], turn: int, rng: Random) -> list[PeerId]:
+def candidates(topology: str, me: PeerId, others: Sequence[PeerId], turn: int, rng: Rng) -> list[PeerId]:
     """The peers to ask in this round, best first, at most `MAX_TRIES`.
 
     Args:
