@@ -1,8 +1,8 @@
 """Whether a merge may be used: the last question of an exchange, asked by each side for itself.
 
 Before this, the transfer was complete and its digest right, the codec decoded it, and shape and dtype are the run's. Now: is it finite, is
-their replica no further from ours than replicas of one block drift apart, and does the merge not hurt our own held-out loss? The checks cost
-a norm and one forward pass. The word that names the failed check goes to the peer and into our status.
+their replica no further from ours than replicas of one block drift apart, and does the merge not hurt our own held-out loss? The checks
+cost a norm and one forward pass. The word that names the failed check goes to the peer and into our status.
 """
 
 from __future__ import annotations

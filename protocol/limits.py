@@ -7,7 +7,8 @@ from typing import Final
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
 
-MAX_HEADER_BYTES: Final = 64 * 1024  # a header holds ids, numbers and at most one context of tokens
+MAX_TOKEN_BYTES: Final = 64 * 1024  # of the tokens in one message: the longest context of bytes
+MAX_HEADER_BYTES: Final = MAX_TOKEN_BYTES + 4096  # a header holds ids, numbers, the tokens, and at most MAX_CHAIN block numbers
 MAX_BODY_BYTES: Final = 4 * 1024 * 1024  # one frame's raw bytes: 8 windows of dense log-probabilities, several chunks
 CHUNK_BYTES: Final = 512 * 1024  # bulk transfers: large enough for throughput, small enough for the loop (facts §3)
 MAX_STATE_BYTES: Final = 64 * 1024**3  # one part in fp32; above that a block is misconfigured

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +21,7 @@ from blocktrain.protocol.schema import Choice, Float, Int, Table, Text
 
 FORMAT: Final = 1
 OBJECTIVES: Final = ("evidence", "diffusionblocks", "autoregressive")
+_TOKENIZER_FILE: Final = re.compile("sha256:[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,10 @@ def _check(manifest: Manifest) -> None:
         raise Malformed("noise.sigma_high must be above noise.sigma_low")
     if manifest.optimizer.batch % manifest.optimizer.accumulate:
         raise Malformed("optimizer.batch must be a multiple of optimizer.accumulate")
+    if max(manifest.optimizer.beta1, manifest.optimizer.beta2) >= 1:
+        raise Malformed("optimizer.beta1 and optimizer.beta2 must be below 1")
     if manifest.tokenizer == "bytes":
         if model.vocabulary != 256:
             raise Malformed("the tokenizer 'bytes' has model.vocabulary 256")
-    elif not (manifest.tokenizer.startswith("sha256:") and len(manifest.tokenizer) == 71):
+    elif not _TOKENIZER_FILE.fullmatch(manifest.tokenizer):
         raise Malformed("tokenizer must be 'bytes' or 'sha256:' and 64 hex digits")

@@ -41,7 +41,7 @@ _WORDS = Text(limits.MAX_TEXT_CHARS)
 _ROUND = Int(0, MAX_ROUND)
 _BLOCK = Int(0, limits.MAX_BLOCKS - 1)
 _SIZE = Int(0, limits.MAX_STATE_BYTES)
-_TOKENS = Raw(limits.MAX_HEADER_BYTES - 4096)  # leaves room for the other fields, a list of 1024 blocks included
+_TOKENS = Raw(limits.MAX_TOKEN_BYTES)
 _PLACE = Int(0, 2**31 - 1)  # a position in a text
 
 

@@ -8,7 +8,6 @@ in manifests, where they would change what a digest means.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -33,7 +32,7 @@ class Int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise Malformed(f"{where} must be a whole number, not {_kind(value)}")
         if not self.low <= value <= self.high:
-            raise Malformed(f"{where} is {value}; it must be {self.low} … {self.high}")
+            raise Malformed(f"{where} is {shown(value)}; it must be {self.low} … {self.high}")
         return value
 
 
@@ -45,8 +44,8 @@ class Float:
     def check(self, value: object, where: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise Malformed(f"{where} must be a number, not {_kind(value)}")
-        if not math.isfinite(value) or not self.low <= value <= self.high:
-            raise Malformed(f"{where} is {value}; it must be {self.low:g} … {self.high:g}")
+        if not self.low <= value <= self.high:  # not true of NaN either
+            raise Malformed(f"{where} is {shown(value)}; it must be {self.low:g} … {self.high:g}")
         return float(value)
 
 
@@ -79,8 +78,7 @@ class Choice:
 
     def check(self, value: object, where: str) -> str:
         if not isinstance(value, str) or value not in self.options:
-            shown = repr(value)[:60]
-            raise Malformed(f"{where} is {shown}; it must be one of {', '.join(self.options)}")
+            raise Malformed(f"{where} is {shown(value)}; it must be one of {', '.join(self.options)}")
         return value
 
 
@@ -142,7 +140,7 @@ def decode(cls: type[T], data: Mapping[Any, object], *, where: str = "", strict:
     if strict:
         for key in data:
             if key not in fields:
-                raise Malformed(f"unknown key {dotted}{str(key)[:60]!s}; known are {', '.join(fields)}")
+                raise Malformed(f"unknown key {dotted}{shown(key)}; known are {', '.join(fields)}")
     values: dict[str, object] = {}
     for name, item in fields.items():
         if name in data:
@@ -159,6 +157,16 @@ def encode(value: object) -> dict[str, object]:
         inner = getattr(value, item.name)
         out[item.name] = encode(inner) if dataclasses.is_dataclass(inner) else inner
     return out
+
+
+def shown(value: object) -> str:
+    """A value from outside for an error's text: short, on one line, and safe however deep or large it is."""
+    if isinstance(value, str):
+        short = value[:40]
+        return short if short.isprintable() and short else repr(short)
+    if isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64):
+        return str(value)
+    return _kind(value)
 
 
 def _kind(value: object) -> str:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Collection, Mapping
+from typing import Any, Final, TypeVar
 
 import msgpack
 
 from blocktrain.protocol import limits
 from blocktrain.protocol.errors import Malformed
+
+T = TypeVar("T", bound=Collection[object])
 
 _PREFIX: Final = struct.Struct(">II")
 PREFIX_BYTES: Final = _PREFIX.size
@@ -37,7 +39,7 @@ def _canonical(value: object) -> object:
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError("floats of canonical msgpack are finite")
-        return value
+        return value + 0.0  # -0.0 equals 0.0, so it must give the same bytes
     if value is None or isinstance(value, bool | int | str | bytes):
         return value
     raise TypeError(f"{type(value).__name__} has no canonical msgpack form")
@@ -51,7 +53,8 @@ def unpack(data: bytes | memoryview, max_bytes: int) -> Any:
     if len(data) > max_bytes:
         raise Malformed(f"{len(data)} bytes where at most {max_bytes} are allowed")
     try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=True, ext_hook=_no_extension)
+        value = msgpack.unpackb(data, raw=False, strict_map_key=True, ext_hook=_no_extension, object_hook=_plain_map, list_hook=_plain)
+        return _plain([value])[0]
     except Malformed:
         raise
     except Exception as error:  # msgpack raises ValueError, StackError, OverflowError, UnicodeDecodeError … on hostile bytes
@@ -60,6 +63,18 @@ def unpack(data: bytes | memoryview, max_bytes: int) -> Any:
 
 def _no_extension(code: int, data: bytes) -> object:
     raise Malformed(f"msgpack extension {code}")
+
+
+def _plain_map(value: dict[str, object]) -> dict[str, object]:
+    _plain(value.values())
+    return value
+
+
+def _plain(values: T) -> T:
+    """msgpack makes its own timestamps into objects without asking `ext_hook`."""
+    if any(type(value) is msgpack.Timestamp for value in values):
+        raise Malformed("msgpack timestamp")
+    return values
 
 
 def frame(header: Mapping[str, object], body_bytes: int = 0) -> bytes:
@@ -72,6 +87,8 @@ def frame(header: Mapping[str, object], body_bytes: int = 0) -> bytes:
 
 def prefix(data: bytes) -> tuple[int, int]:
     """Lengths of header and body, from the first `PREFIX_BYTES` bytes of a frame. Raises: Malformed."""
+    if len(data) != PREFIX_BYTES:
+        raise Malformed(f"a frame begins with {PREFIX_BYTES} bytes of lengths, not {len(data)}")
     header_bytes, body_bytes = _PREFIX.unpack(data)
     if not 0 < header_bytes <= limits.MAX_HEADER_BYTES:
         raise Malformed(f"a header of {header_bytes} bytes; at most {limits.MAX_HEADER_BYTES} are allowed")
