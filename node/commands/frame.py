@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TextIO
+from typing import Any, TextIO
 
 import cyclopts
 from cyclopts import App, Parameter
