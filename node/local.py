@@ -1,7 +1,8 @@
 """The nodes of this user on this machine: a folder with one small file each, rewritten every second and removed at the end.
 
-That is how `blocktrain status` finds nodes without a network, and how a client without `--initial-peers` finds an address. A file whose process
-is gone (or whose number another process has by now) is swept away by whoever reads; a file that is no longer rewritten is shown as silent.
+That is how `blocktrain status` finds nodes without a network, and how a client without `--initial-peers` finds an address. A file whose
+process is gone (or whose number another process has by now) is swept away by whoever reads; one that is no longer rewritten is shown as
+silent.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def _alive(pid: int, written_at: float) -> bool:
 
     try:
         process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= written_at + _CLOCK_SLACK_S
+        return bool(process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= written_at + _CLOCK_SLACK_S)
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:

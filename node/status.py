@@ -17,7 +17,7 @@ from blocktrain.protocol import limits, schema
 from blocktrain.protocol.errors import Malformed
 from blocktrain.protocol.ids import short
 from blocktrain.protocol.records import MAX_ROUND
-from blocktrain.protocol.schema import Bool, Float, Int, Many, Text
+from blocktrain.protocol.schema import Float, Int, Many, Text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -204,7 +204,8 @@ def render(statuses: Sequence[Status]) -> Table:
         cells = (
             status.run_name, _block(status), status.name or short(status.peer), str(status.round), status.digest[:8],
             _loss(status.loss), _loss(status.heldout), quantity(status.tokens_per_s), str(len(status.peers)),
-            f"{status.accepted}/{status.late}/{status.refused}", f"{quantity(status.bytes_in)}B/{quantity(status.bytes_out)}B", doing(status),
+            f"{status.accepted}/{status.late}/{status.refused}", f"{quantity(status.bytes_in)}B/{quantity(status.bytes_out)}B",
+            doing(status),
         )  # fmt: skip
         table.add_row(*map(Cell, cells), style="yellow" if status.silent_s > SILENT_AFTER_S else None)
     return table
