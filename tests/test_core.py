@@ -1,0 +1,289 @@
+"""One node's decisions, told as transcripts: facts in, decisions out, time as an argument."""
+
+from __future__ import annotations
+
+import hashlib
+from random import Random
+
+from blocktrain.protocol import facts as f
+from blocktrain.protocol.core import FETCH_WHEN_BEHIND, Core, Settings
+from blocktrain.protocol.exchange import Result
+from blocktrain.protocol.ids import Digest, PeerId, peer_id_of_key
+from blocktrain.protocol.manifest import Manifest, Model, Noise, Optimizer, Schedule
+from blocktrain.protocol.messages import Offer
+from blocktrain.protocol.records import Announcement, Seen
+
+MANIFEST = Manifest(
+    format=1,
+    name="test",
+    blocks=2,
+    objective="evidence",
+    tokenizer="bytes",
+    seed=1,
+    model=Model(32, 1, 2, 32, 256),
+    noise=Noise(0.2, 4.0, 0.1, 0.25),
+    schedule=Schedule(10, 1e-3, 2, 100, 0.1),
+    optimizer=Optimizer(2, 1, 0.9, 0.95, 0.05, 1.0, 5),
+)
+PEERS = sorted(peer_id_of_key(hashlib.sha256(bytes([n])).digest()) for n in range(6))
+ME, LOW, HIGH, OTHER = PEERS[2], PEERS[0], PEERS[4], PEERS[5]
+T0 = 1_000_000.0
+
+
+def seen(peer: PeerId, *, block: int = 0, round: int = 5, phase: str = "training", until: float = T0 + 60) -> Seen:
+    announcement = Announcement(MANIFEST.run, block, phase, round, hashlib.sha256(bytes([round])).digest(), 100.0, 0.0, 1, 1)
+    return Seen(peer, announcement, until)
+
+
+def node(*, expects_peers: bool = True, train: bool = True, topology: str = "pairs") -> Core:
+    return Core(ME, MANIFEST, 0, Settings(expects_peers=expects_peers, train=train, topology=topology), Random(7))
+
+
+def training(*peers: PeerId, round: int = 5) -> Core:
+    """A node that has its state, trains, and knows these replicas of its block."""
+    core = node()
+    core.handle(f.Began(round, Digest(b"d" * 32), fresh=False), T0)
+    for when in (T0, T0 + 1):
+        core.handle(f.Saw(0, tuple(seen(peer, round=round) for peer in peers)), when)
+    assert core.phase == "training"
+    return core
+
+
+def kinds(decisions: list[f.Decision]) -> list[str]:
+    return [type(decision).__name__ for decision in decisions]
+
+
+def only(decisions: list[f.Decision], kind: type) -> f.Decision:
+    found = [decision for decision in decisions if isinstance(decision, kind)]
+    assert len(found) == 1, decisions
+    return found[0]
+
+
+def offer(round: int = 5, block: int = 0) -> Offer:
+    return Offer(b"o" * 16, MANIFEST.run, block, "block", round, "bf16", 100.0, b"d" * 32, 8)
+
+
+# ---- joining --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_host_trains_at_once() -> None:
+    core = node(expects_peers=False)
+    assert "Train" in kinds(core.handle(f.Began(0, Digest(b"d" * 32), fresh=True), T0))
+    assert core.phase == "training"
+
+
+def test_a_joiner_looks_twice_before_it_believes_that_nobody_is_ahead() -> None:
+    core = node()
+    assert kinds(core.handle(f.Began(0, Digest(b"d" * 32), fresh=True), T0))[0] == "Announce"
+    assert core.handle(f.Saw(0, ()), T0 + 0.1) == []
+    assert "Train" in kinds(core.handle(f.Saw(0, ()), T0 + 0.6))
+
+
+def test_a_fresh_joiner_downloads_from_any_trained_replica_and_trains_after() -> None:
+    core = node()
+    core.handle(f.Began(0, Digest(b"d" * 32), fresh=True), T0)
+    fetch = only(core.handle(f.Saw(0, (seen(LOW), seen(HIGH, round=4))), T0 + 0.1), f.Fetch)
+    assert isinstance(fetch, f.Fetch)
+    assert (fetch.round, set(fetch.donors)) == (5, {LOW, HIGH})
+    assert fetch.donors[0] == LOW
+    core.handle(f.Published(5, Digest(b"e" * 32)), T0 + 2)
+    assert "Train" in kinds(core.handle(f.FetchEnded(""), T0 + 2))
+    assert (core.round, core.counters.fetched) == (5, 1)
+
+
+def test_an_untrained_replica_is_no_donor() -> None:
+    core = node()
+    core.handle(f.Began(0, Digest(b"d" * 32), fresh=True), T0)
+    core.handle(f.Saw(0, (seen(LOW, round=0),)), T0 + 0.1)
+    assert "Train" in kinds(core.handle(f.Saw(0, (seen(LOW, round=0),)), T0 + 0.6))
+
+
+def test_a_failed_download_is_tried_again_and_says_why_it_waits() -> None:
+    core = node()
+    core.handle(f.Began(0, Digest(b"d" * 32), fresh=True), T0)
+    core.handle(f.Saw(0, (seen(LOW),)), T0 + 0.1)
+    assert core.handle(f.FetchEnded("the donor went away"), T0 + 1) == []
+    assert "the donor went away" in core.waiting(T0 + 1)[1]
+    later = T0 + 10
+    core.handle(f.Tick(), later)
+    assert "Fetch" in kinds(core.handle(f.Saw(0, (seen(LOW),)), later) + core.handle(f.Saw(0, (seen(LOW),)), later + 0.5))
+
+
+def test_a_checkpoint_a_few_rounds_old_is_averaged_and_an_old_one_is_replaced() -> None:
+    for behind, expected in ((FETCH_WHEN_BEHIND, "Train"), (FETCH_WHEN_BEHIND + 1, "Fetch")):
+        core = node()
+        core.handle(f.Began(20, Digest(b"d" * 32), fresh=False), T0)
+        first = core.handle(f.Saw(0, (seen(LOW, round=20 + behind),)), T0 + 0.1)
+        second = core.handle(f.Saw(0, (seen(LOW, round=20 + behind),)), T0 + 0.6)
+        assert expected in kinds(first + second)
+
+
+# ---- exchanges ------------------------------------------------------------------------------------------------------------------
+
+
+def test_h_steps_without_any_replica_are_an_own_round() -> None:
+    assert kinds(training().handle(f.Trained(), T0 + 5)) == ["PublishOwn"]
+
+
+def test_h_steps_with_a_replica_are_an_offer_with_a_deadline() -> None:
+    core = training(LOW)
+    order = only(core.handle(f.Trained(), T0 + 5), f.SendOffer)
+    assert isinstance(order, f.SendOffer)
+    assert (order.peer, order.deadline) == (LOW, T0 + 5 + core.settings.tau_s)
+
+
+def test_the_next_is_asked_when_one_declines_and_the_round_is_own_when_all_did() -> None:
+    core = training(LOW, HIGH)
+    first = only(core.handle(f.Trained(), T0 + 5), f.SendOffer)
+    assert isinstance(first, f.SendOffer)
+    second = only(core.handle(f.Ended(first.exchange, first.peer, Result("declined", "busy"), 0.1), T0 + 6), f.SendOffer)
+    assert isinstance(second, f.SendOffer)
+    assert {first.peer, second.peer} == {LOW, HIGH}
+    last = core.handle(f.Ended(second.exchange, second.peer, Result("declined", "busy"), 0.1), T0 + 7)
+    assert kinds(last) == ["PublishOwn"]
+    assert core.counters.declined == 2
+
+
+def test_a_late_partner_is_counted_put_off_and_never_waited_for_twice() -> None:
+    core = training(LOW)
+    order = only(core.handle(f.Trained(), T0 + 5), f.SendOffer)
+    assert isinstance(order, f.SendOffer)
+    assert kinds(core.handle(f.Ended(order.exchange, LOW, Result("late", "not complete after 20 s"), 20.0), T0 + 25)) == ["PublishOwn"]
+    assert core.counters.late == 1
+    assert kinds(core.handle(f.Trained(), T0 + 26)) == ["PublishOwn"]
+
+
+def test_a_merge_ends_the_round_whoever_began_it() -> None:
+    core = training(LOW)
+    take = only(core.handle(f.Offered(LOW, offer()), T0 + 5), f.Take)
+    assert isinstance(take, f.Take)
+    assert core.handle(f.Trained(), T0 + 6) == []
+    assert core.handle(f.Ended(take.exchange, LOW, Result("merged"), 1.0), T0 + 7) == []
+    assert core.counters.accepted == 1
+
+
+def test_work_that_became_due_during_a_failed_exchange_is_not_forgotten() -> None:
+    core = training(LOW)
+    take = only(core.handle(f.Offered(LOW, offer()), T0 + 5), f.Take)
+    assert isinstance(take, f.Take)
+    core.handle(f.Trained(), T0 + 6)
+    assert kinds(core.handle(f.Ended(take.exchange, LOW, Result("lost", "gone"), 1.0), T0 + 7)) == ["PublishOwn"]
+
+
+def test_a_second_offer_is_declined_as_busy() -> None:
+    core = training(LOW, HIGH)
+    core.handle(f.Offered(LOW, offer()), T0 + 5)
+    refusal = only(core.handle(f.Offered(HIGH, offer()), T0 + 5), f.Refuse)
+    assert isinstance(refusal, f.Refuse)
+    assert (refusal.reason, refusal.retry_after_s > 0) == ("busy", True)
+
+
+def test_of_crossing_offers_the_lower_peers_stands_on_both_sides() -> None:
+    below = training(LOW)
+    below.handle(f.Trained(), T0 + 5)
+    assert kinds(below.handle(f.Offered(LOW, offer()), T0 + 5.1)) == ["Withdraw", "Take"]
+    above = training(HIGH)
+    above.handle(f.Trained(), T0 + 5)
+    refusal = only(above.handle(f.Offered(HIGH, offer()), T0 + 5.1), f.Refuse)
+    assert isinstance(refusal, f.Refuse)
+    assert refusal.reason == "crossed"
+
+
+def test_offers_are_declined_by_state_block_and_distance() -> None:
+    joining = node()
+    joining.handle(f.Began(0, Digest(b"d" * 32), fresh=True), T0)
+    far = training(LOW, round=100)
+    cases = [
+        (joining, offer(), "joining"),
+        (training(LOW), offer(block=1), "block"),
+        (far, offer(round=1), "behind"),
+        (training(LOW), offer(round=500), "ahead"),
+    ]
+    for core, sent, reason in cases:
+        refusal = only(core.handle(f.Offered(LOW, sent), T0 + 2), f.Refuse)
+        assert isinstance(refusal, f.Refuse)
+        assert refusal.reason == reason
+
+
+def test_an_offender_is_put_off_named_and_not_asked() -> None:
+    core = training(LOW)
+    take = only(core.handle(f.Offered(LOW, offer()), T0 + 5), f.Take)
+    assert isinstance(take, f.Take)
+    core.handle(f.Ended(take.exchange, LOW, Result("refused", "not finite", offence=True), 1.0), T0 + 6)
+    assert "not finite" in core.last_refusal
+    assert LOW[-6:] in core.last_refusal
+    refusal = only(core.handle(f.Offered(LOW, offer()), T0 + 7), f.Refuse)
+    assert isinstance(refusal, f.Refuse)
+    assert (refusal.reason, refusal.retry_after_s > 10) == ("put-off", True)
+    assert kinds(core.handle(f.Trained(), T0 + 8)) == ["PublishOwn"]
+
+
+def test_a_one_sided_merge_counts_as_accepted_and_one_sided() -> None:
+    core = training(LOW)
+    take = only(core.handle(f.Offered(LOW, offer()), T0 + 5), f.Take)
+    assert isinstance(take, f.Take)
+    core.handle(f.Ended(take.exchange, LOW, Result("one_sided", "silence"), 1.0), T0 + 6)
+    assert (core.counters.accepted, core.counters.one_sided) == (1, 1)
+
+
+# ---- time and words -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_refresh_announces_and_reads_again() -> None:
+    core = training(LOW)
+    refresh_s = core.settings.refresh_s
+    decisions = core.handle(f.Tick(), T0 + 1 + refresh_s)
+    assert {"Announce", "Read"} <= set(kinds(decisions))
+    assert core.handle(f.Tick(), T0 + 1.5 + refresh_s) == []
+    assert T0 + 1 + refresh_s < core.wake_at() <= T0 + 1 + 2 * refresh_s
+
+
+def test_a_read_that_has_not_ended_is_not_begun_again() -> None:
+    core = training(LOW)
+    first = core.handle(f.Tick(), T0 + 100)
+    assert 0 in {decision.block for decision in first if isinstance(decision, f.Read)}
+    assert not any(isinstance(decision, f.Read) and decision.block == 0 for decision in core.handle(f.Tick(), T0 + 200))
+    core.handle(f.Saw(0, ()), T0 + 201)
+    assert any(isinstance(decision, f.Read) and decision.block == 0 for decision in core.handle(f.Tick(), T0 + 300))
+
+
+def test_a_node_that_sees_nobody_says_isolated() -> None:
+    core = training()
+    assert core.waiting(T0 + 5)[0] == "training"
+    phase, why, _, then = core.waiting(T0 + 60)
+    assert phase == "isolated"
+    assert "no other node" in why
+    assert then
+
+
+def test_every_phase_has_a_reason() -> None:
+    core = node()
+    assert all(core.waiting(T0))
+    core.handle(f.Began(0, Digest(b"d" * 32), fresh=True), T0)
+    for fact in (f.Saw(0, (seen(LOW),)), f.FetchEnded(""), f.Trained(), f.Stopping()):
+        core.handle(fact, T0 + 1)
+        phase, why, seconds, then = core.waiting(T0 + 2)
+        assert phase
+        assert why
+        assert then
+        assert seconds >= 0
+
+
+def test_leaving_announces_a_tombstone_and_declines_everything() -> None:
+    core = training(LOW)
+    farewell = only(core.handle(f.Stopping(), T0 + 5), f.Announce)
+    assert isinstance(farewell, f.Announce)
+    assert farewell.phase == "left"
+    refusal = only(core.handle(f.Offered(LOW, offer()), T0 + 6), f.Refuse)
+    assert isinstance(refusal, f.Refuse)
+    assert refusal.reason == "stopping"
+
+
+def test_the_same_facts_give_the_same_decisions() -> None:
+    def story() -> list[f.Decision]:
+        core = training(LOW, HIGH, OTHER)
+        out = core.handle(f.Trained(), T0 + 5)
+        out += core.handle(f.Offered(HIGH, offer()), T0 + 5.5)
+        return out + core.handle(f.Tick(), T0 + 50)
+
+    assert story() == story()
