@@ -18,7 +18,7 @@ MAX_ANNOUNCEMENT_BYTES: Final = 400  # ten thousand of them must stay cheap for 
 MAX_RUNS_LISTED: Final = 64  # runs that a bootstrap peer can make a joiner look at
 MAX_BUCKETS: Final = 64  # DHT keys over which one block's replicas are spread
 MAX_ADDRESSES: Final = 2  # addresses in an announcement
-MAX_ADDRESS_CHARS: Final = 100
+MAX_ADDRESS_CHARS: Final = 128  # IPv6 through a relay has 122
 MAX_RECORD_LIFE_S: Final = 120.0  # an announcement cannot outlive its peer by more than this, whatever it claims
 MAX_MEMBERS: Final = 4096  # peers of one run that a node remembers
 

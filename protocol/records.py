@@ -8,6 +8,7 @@ prolong or replay another's record elsewhere. Strictly later expiry wins; leavin
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Final
 
@@ -68,7 +69,11 @@ class Seen:
 
 
 def pack_record(record: Announcement | RunRecord) -> bytes:
+    """The record's bytes. Addresses for which there is no room are left out, the last first; one always has room."""
     data = wire.pack(schema.encode(record))
+    while len(data) > limits.MAX_ANNOUNCEMENT_BYTES and isinstance(record, Announcement) and record.addresses:
+        record = dataclasses.replace(record, addresses=record.addresses[:-1])
+        data = wire.pack(schema.encode(record))
     assert len(data) <= limits.MAX_ANNOUNCEMENT_BYTES, f"our own record has {len(data)} bytes"
     return data
 

@@ -1,0 +1,67 @@
+"""Which merges are used: each failed check is named with its numbers, and nothing that is not a number slips through."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blocktrain.protocol.acceptance import MAX_DRIFT_RATIO, MIN_DRIFT_SHARE, Measures, judge
+from blocktrain.protocol.errors import PeerFault
+
+HONEST = Measures(finite=True, own_norm=100.0, distance=2.0, drift=1.0, loss_before=2.0, loss_after=1.95)
+NAN, INF = float("nan"), float("inf")
+
+
+def refused(why: str, **changes: object) -> None:
+    with pytest.raises(PeerFault, match=why):
+        judge(dataclasses.replace(HONEST, **changes), 0.02)  # type: ignore[arg-type]
+
+
+def test_an_honest_merge_is_accepted() -> None:
+    judge(HONEST, 0.02)
+
+
+def test_a_snapshot_that_is_not_finite_is_refused_first() -> None:
+    refused("^not finite", finite=False, distance=NAN, loss_after=NAN)
+
+
+def test_a_snapshot_too_far_from_ours_is_refused_with_the_distance_and_what_is_allowed() -> None:
+    judge(dataclasses.replace(HONEST, distance=MAX_DRIFT_RATIO), 0.02)
+    refused("^norm: the snapshot is 20.1 away from ours, 20 is allowed$", distance=20.1)
+
+
+def test_a_replica_that_hardly_moved_still_accepts_its_peers_progress() -> None:
+    judge(dataclasses.replace(HONEST, drift=0.0, distance=100 * MIN_DRIFT_SHARE), 0.02)
+    refused("^norm", drift=0.0, distance=100 * MIN_DRIFT_SHARE + 0.1)
+
+
+def test_a_merge_that_hurts_our_held_out_loss_beyond_the_margin_is_refused() -> None:
+    judge(dataclasses.replace(HONEST, loss_after=2.019), 0.02)
+    refused(r"^held-out loss: the merge has 2.021, ours 2.000, margin 0.02$", loss_after=2.021)
+    judge(dataclasses.replace(HONEST, loss_after=2.4), 0.5)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_distance_or_a_loss_that_is_no_number_is_refused(value: float) -> None:
+    refused("^norm", distance=value)
+    refused("^held-out loss", loss_after=value)
+
+
+@pytest.mark.parametrize("changes", [{"loss_before": None}, {"loss_after": None}, {"loss_before": None, "loss_after": None}])
+def test_without_held_out_data_the_other_checks_still_stand(changes: dict[str, None]) -> None:
+    judge(dataclasses.replace(HONEST, **changes), 0.02)  # type: ignore[arg-type]
+    refused("^norm", distance=1000.0, **changes)
+
+
+@given(st.floats(), st.floats(), st.floats(min_value=0, max_value=10))
+def test_what_is_accepted_is_within_bounds_whatever_was_measured(distance: float, loss_after: float, drift: float) -> None:
+    measures = dataclasses.replace(HONEST, distance=distance, loss_after=loss_after, drift=drift)
+    try:
+        judge(measures, 0.02)
+    except PeerFault:
+        return
+    assert distance <= max(MAX_DRIFT_RATIO * drift, MIN_DRIFT_SHARE * HONEST.own_norm)
+    assert loss_after <= 2.02
