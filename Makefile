@@ -10,7 +10,6 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 ARGS ?=
-BENCHES ?= node
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
@@ -38,7 +37,7 @@ format: dev
 	$(BIN)/ruff check --fix .
 
 bench: dev
-	@set -e; for name in $(BENCHES); do echo "== $$name"; $(BIN)/blocktrain-sim bench $$name --brief $(ARGS); done
+	$(BIN)/blocktrain-sim bench all --brief $(ARGS)
 
 docs: dev
 	$(BIN)/python docs/generate.py

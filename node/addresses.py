@@ -52,15 +52,6 @@ def parse_all(texts: Iterable[str], flag: str, *, needs_peer: bool = False) -> l
     return [parse(text, flag, needs_peer=needs_peer) for text in texts]
 
 
-def check_announced(texts: Iterable[str]) -> None:
-    """Refuse addresses that nobody could dial. Raises: UsageError."""
-    for address in parse_all(texts, "--announce-maddrs"):
-        if address.port == 0:
-            raise UsageError(f"--announce-maddrs {address.text!r}: others cannot dial port 0; give the port that reaches this node")
-        if address.host in ("0.0.0.0", "::"):
-            raise UsageError(f"--announce-maddrs {address.text!r}: others cannot dial {address.host}; give this machine's outside address")
-
-
 def is_loopback(address: Address) -> bool:
     """Whether only this machine can dial it."""
     try:

@@ -190,7 +190,7 @@ class StatusConfig:
     """What `blocktrain status` shows."""
 
     watch: bool = setting(False, "Show it again every two seconds until told to stop.")
-    json: bool = setting(False, "Print a JSON array, one object per node.")
+    json: bool = setting(False, "Print one JSON object per node and line.")
 
 
 @Parameter(name="*", group=Group("Checks", sort_key=9))

@@ -66,15 +66,6 @@ def test_whom_we_call_needs_a_peer_id() -> None:
         addresses.parse("/ip4/203.0.113.7/tcp/31337", "--initial-peers", needs_peer=True)
 
 
-@pytest.mark.parametrize(
-    ("text", "hint"), [("/ip4/203.0.113.7/tcp/0", "port 0"), ("/ip4/0.0.0.0/tcp/5", "0.0.0.0"), ("/ip6/::/tcp/5", "::")]
-)
-def test_what_nobody_can_dial_is_not_announced(text: str, hint: str) -> None:
-    with pytest.raises(UsageError, match="others cannot dial") as caught:
-        addresses.check_announced([text])
-    assert hint in str(caught.value)
-
-
 def test_loopback_is_told_from_the_outside() -> None:
     assert addresses.is_loopback(addresses.parse("/ip4/127.0.0.1/tcp/5", "-"))
     assert addresses.is_loopback(addresses.parse("/ip6/::1/tcp/5", "-"))

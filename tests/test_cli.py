@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,11 @@ import pytest
 
 import blocktrain.node
 from blocktrain import __version__
-from blocktrain.node.commands import app, checks
-from blocktrain.node.config import ClientConfig, EvalConfig, GenerateConfig, NodeConfig, StatusConfig
+from blocktrain.node import local
+from blocktrain.node.commands import app
+from blocktrain.node.config import ClientConfig, EvalConfig, GenerateConfig, NodeConfig
+from blocktrain.node.recipe_file import ready_text
+from blocktrain.node.status import Status
 from blocktrain.protocol import errors
 from blocktrain.protocol.ids import peer_id_of_key
 
@@ -54,7 +58,6 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     module("service", run_node=later)
     module("client", generate=later, evaluate=later)
-    module("status", show=at_once)
     module("doctor", show=at_once)
     return calls
 
@@ -98,7 +101,7 @@ def test_block_auto_means_the_block_most_in_need(work: Calls) -> None:
 
 def test_every_setting_has_a_flag_that_reaches_its_field(work: Calls, tmp_path: Path) -> None:
     recipe = tmp_path / "run.toml"
-    recipe.write_text("")
+    recipe.write_text(ready_text("tiny"))
     data = tmp_path / "text.txt"
     data.write_text("text")
     config = node_config(
@@ -174,11 +177,54 @@ def test_a_prompt_may_be_piped_in(work: Calls, monkeypatch: pytest.MonkeyPatch) 
     assert work[0][2] == b"\xff raw bytes too"
 
 
-def test_status_and_eval_pass_their_settings_on(work: Calls) -> None:
-    assert app.main(["status", "--json", "--run", "demo"]) == 0
-    assert work[0] == (ClientConfig(run="demo"), StatusConfig(json=True))
+def test_eval_passes_its_settings_on(work: Calls) -> None:
     assert app.main(["eval", "--initial-peers", PEER, "--windows", "5"]) == 0
-    assert work[1][:2] == (ClientConfig(initial_peers=(PEER,)), EvalConfig(windows=5))
+    assert work[0][:2] == (ClientConfig(initial_peers=(PEER,)), EvalConfig(windows=5))
+
+
+# Status
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Status files as if two nodes of two runs lived on this machine; this process lends its number, and its parent."""
+    monkeypatch.setenv("BLOCKTRAIN_RUNTIME_DIR", str(tmp_path / "runtime"))
+    now = time.time()
+    for pid, run, block in ((os.getpid(), "demo", 1), (os.getppid(), "other", 0)):
+        status = Status(run=run.encode().hex(), run_name=run, name=f"node-{run}", block=block, blocks=3, pid=pid, written_at=now)
+        (local.runtime_folder() / f"node-{pid}.json").write_text(status.to_json())
+
+
+def test_status_shows_this_machines_nodes_as_a_table(two_nodes: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.main(["status"]) == 0
+    out, err = capsys.readouterr()
+    heading, first, second = out.rstrip().splitlines()
+    assert heading.split()[:3] == ["run", "block", "node"]
+    assert first.split()[:3] == ["demo", "1/3", "node-demo"]
+    assert second.split()[:3] == ["other", "0/3", "node-other"]
+    assert err == ""
+
+
+def test_status_json_is_one_object_per_node_with_the_promised_keys(two_nodes: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.main(["status", "--json", "--run", "demo"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    status = json.loads(line)
+    promised = {"run", "block", "round", "digest", "loss", "peers", "accepted", "late", "refused", "one_sided", "phase", "waiting_for"}
+    assert promised <= set(status)
+    assert (status["run_name"], status["block"]) == ("demo", 1)
+
+
+def test_status_without_nodes_says_how_to_get_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BLOCKTRAIN_RUNTIME_DIR", str(tmp_path / "runtime"))
+    assert "start one with blocktrain-node" in refused(capsys, "status", code=4)
+
+
+def test_status_of_an_unknown_run_names_the_known_ones(two_nodes: None, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "status", "--run", "nothing", code=4)
+    assert "demo" in line
+    assert "other" in line
 
 
 # From the environment and the file to the config
@@ -298,7 +344,7 @@ def test_an_unknown_name_in_the_environment_is_mentioned_but_harmless(
         (["node", "--initial-peers", PEER, "--data", "empty"], "the folder is empty"),
         (["node", "--initial-peers", PEER, "--store", "empty.txt"], "is a file; give a folder"),
         (["node", "--initial-peers", PEER, "--identity", "empty"], "is a folder; give the file"),
-        (["node", "--new-run", "missing.toml"], "missing.toml is not a file"),
+        (["node", "--new-run", "missing.toml"], "missing.toml: there is no such file"),
         (["node", "--new-run", "empty.txt", "--run", "demo"], "the name stands in the file"),
         (["generate", "--prompt", ""], "the prompt is empty"),
         (["generate", "--prompt", "a", "--mode", "fast"], "is not one of speculative"),
@@ -349,12 +395,13 @@ def test_what_goes_wrong_later_keeps_its_exit_code(
     assert "two lines of a reason" in refused(capsys, "node", "--initial-peers", PEER, code=code)
 
 
-def test_the_recipes_that_come_along_are_named_when_the_file_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(checks, "RECIPES", tmp_path)
-    (tmp_path / "tiny.toml").touch()
-    assert checks.recipe_file(Path("tiny")) == tmp_path / "tiny.toml"
-    with pytest.raises(errors.UsageError, match=r"recipes that come with blocktrain \(tiny\)"):
-        checks.recipe_file(Path("big"))
+def test_a_new_run_is_checked_before_anything_starts(work: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert node_config(work, "--new-run", "tiny", "--block", "2").new_run == Path("tiny")
+    work.clear()
+    assert "run tiny has 3 blocks, 0 to 2" in refused(capsys, "node", "--new-run", "tiny", "--block", "3")
+    Path("run.toml").write_text("format = 1\nnam = 'x'\n")
+    assert "did you mean name?" in refused(capsys, "node", "--new-run", "run.toml")
+    assert not work
 
 
 # Help

@@ -11,30 +11,30 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from blocktrain.node import addresses
+from blocktrain.node import addresses, dialing, recipe_file
 from blocktrain.node.config import ClientConfig, NodeConfig
 from blocktrain.protocol import limits
 from blocktrain.protocol.errors import UsageError
+from blocktrain.protocol.manifest import Manifest
 
-RECIPES: Final = Path(__file__).resolve().parents[1] / "recipes"
 _GLOB: Final = frozenset("*?[")
 
 
 def check_node(config: NodeConfig) -> None:
     """Raises: UsageError: the first contradiction, in one line."""
     network, training = config.network, config.training
-    if config.new_run is None and not network.initial_peers:
+    if config.new_run is None and not network.initial_peers and config.files.store is None:
         raise UsageError("which run? Host a new one with --new-run FILE, or join one with --initial-peers ADDRESS …")
     if config.new_run is not None:
         if config.run:
             raise UsageError("--run chooses among the runs of the initial peers; with --new-run the name stands in the file")
-        recipe_file(config.new_run)
+        _check_block(training.block, recipe_file.load_recipe(config.new_run))
     addresses.parse_all(network.initial_peers, "--initial-peers", needs_peer=True)
     addresses.parse_all(network.relays, "--relay", needs_peer=True)
     if not network.host_maddrs:
         raise UsageError("--host-maddrs needs an address to listen on, like /ip4/0.0.0.0/tcp/31337")
     addresses.parse_all(network.host_maddrs, "--host-maddrs")
-    addresses.check_announced(network.announce_maddrs)
+    dialing.check_announce(network.announce_maddrs, dialing.on_loopback(network.host_maddrs, network.initial_peers))
     if network.refresh_s >= network.ttl_s:
         raise UsageError(
             f"--refresh-s {network.refresh_s:g} must be below --ttl-s {network.ttl_s:g}, else our announcement ends between two"
@@ -70,21 +70,9 @@ def check_data(sources: Iterable[str]) -> None:
         raise UsageError("--data needs a source: files, folders, globs, builtin or hf:NAME")
 
 
-def recipe_file(given: Path) -> Path:
-    """The file behind `--new-run`: itself, or the recipe of that name that comes with blocktrain.
-
-    Raises: UsageError: there is neither.
-    """
-    if given.is_file():
-        if not os.access(given, os.R_OK):
-            raise UsageError(f"--new-run {given} may not be read by this user")
-        return given
-    shipped = RECIPES / f"{given}.toml"
-    if len(given.parts) == 1 and shipped.is_file():
-        return shipped
-    names = ", ".join(sorted(path.stem for path in RECIPES.glob("*.toml")))
-    known = f", nor one of the recipes that come with blocktrain ({names})" if names else ""
-    raise UsageError(f"--new-run {given} is not a file{known}")
+def _check_block(block: int | None, manifest: Manifest) -> None:
+    if block is not None and block >= manifest.blocks:
+        raise UsageError(f"--block {block}: run {manifest.name} has {manifest.blocks} blocks, 0 to {manifest.blocks - 1}")
 
 
 def _check_path(source: str) -> None:

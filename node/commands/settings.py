@@ -23,6 +23,7 @@ from blocktrain.protocol.errors import UsageError
 
 FILE_NAME: Final = "blocktrain.toml"
 ENV_PREFIX: Final = "BLOCKTRAIN_"
+ENV_ONLY: Final = {"config", "seed", "runtime_dir"}  # read elsewhere, or no key of a file
 
 ConfigFile: TypeAlias = Annotated[
     Path | None,
@@ -44,7 +45,7 @@ class Settings:
         given = [name for name in os.environ if name.startswith(ENV_PREFIX)]
         if not given:
             return
-        known = {key for keys in self._known().values() for key in keys} | {"config"}
+        known = {key for keys in self._known().values() for key in keys} | ENV_ONLY
         for name in given:
             key = name.removeprefix(ENV_PREFIX).lower()
             if key not in known:
