@@ -129,9 +129,12 @@ class Layer(nn.Module):
 
 
 class Block(nn.Module):
-    """Block `block` of a run, with the initial weights that the manifest's seed gives it."""
+    """Block `block` of a run, with the initial weights that the manifest's seed gives it.
 
-    def __init__(self, manifest: Manifest, block: int) -> None:
+    `initial=False` leaves the parameters unset, for a block that is about to be loaded. On the device "meta" it has shapes only.
+    """
+
+    def __init__(self, manifest: Manifest, block: int, *, initial: bool = True) -> None:
         super().__init__()
         model = manifest.model
         self.block = block
@@ -147,8 +150,11 @@ class Block(nn.Module):
         self.layers = nn.ModuleList([Layer(width, model.heads) for _ in range(model.layers)])
         self.norm_out = nn.Parameter(torch.empty(width))
         self.head = nn.Parameter(torch.empty(model.vocabulary, width))
-        self._initialise(manifest.seed)
-
+        self._trunk: Callable[[Tensor, Tensor, Tensor], Tensor] = self._layers
+        if self.embedding.is_meta:
+            return
+        if initial:
+            self._initialise(manifest.seed)
         targets = torch.from_numpy(unit_rows(f"{manifest.seed}/targets", model.vocabulary, width))
         self.register_buffer("targets", targets, persistent=False)  # Y: a constant, never sent
         half = width // model.heads // 2
@@ -156,7 +162,6 @@ class Block(nn.Module):
         self.register_buffer("rope_cos", angle.cos().repeat(1, 2), persistent=False)  # [context, K]
         self.register_buffer("rope_sin", torch.cat((-angle.sin(), angle.sin()), dim=1), persistent=False)
         self.register_buffer("frequencies", torch.logspace(0, math.log10(30.0), _FREQUENCIES), persistent=False)
-        self._trunk: Callable[[Tensor, Tensor, Tensor], Tensor] = self._layers
 
     targets: Tensor
     rope_cos: Tensor
@@ -218,11 +223,12 @@ class Block(nn.Module):
     def _logits(self, h_RND: Tensor, noisy: Noisy | None, want: int) -> Tensor:
         rows, positions, _ = h_RND.shape
         skipped = positions - want
-        logits = F.linear(_norm(h_RND[:, skipped:], self.norm_out), self.head).float()
-        if noisy is None:
-            return logits
+        with torch.autocast(h_RND.device.type, enabled=False):
+            logits = F.linear(_norm(h_RND[:, skipped:].float(), self.norm_out), self.head)
+            if noisy is None:
+                return logits
+            evidence_MV = F.linear(noisy.z_MD, self.targets) / noisy.sigma_M.square()[:, None]
         row, place = noisy.at_M // positions, noisy.at_M % positions
-        evidence_MV = F.linear(noisy.z_MD.float(), self.targets.float()) / noisy.sigma_M.float().square()[:, None]
         if skipped:
             kept = place >= skipped
             row, place, evidence_MV = row[kept], place[kept], evidence_MV[kept]
