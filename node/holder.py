@@ -122,6 +122,9 @@ class Holder:
             except PeerFault as fault:
                 await self._tell(session, End("malformed", fault.why[: limits.MAX_TEXT_CHARS]))
                 raise
+            except UnknownState as gone:  # the session was older than the states that are kept: the client opens a new one
+                await self._tell(session, End("unknown", str(gone)))
+                return
             self.tokens_served += step.want * step.rows
             spent = time.monotonic() - began
             onward = replace(onward, compute_s=step.compute_s + spent)

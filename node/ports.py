@@ -5,6 +5,7 @@ All waiting has a deadline, given by the caller in seconds. Errors: `NetworkFaul
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -128,6 +129,11 @@ class Progress:
 
 class Replica(Protocol):
     """One block in training. Methods may be called from the event loop only; work happens in compute's threads."""
+
+    @property
+    def failed(self) -> asyncio.Future[BaseException]:
+        """Done when training cannot go on, with the reason."""
+        ...
 
     def published(self) -> Published: ...
 

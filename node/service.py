@@ -134,6 +134,11 @@ class Node:
             if self.clock() >= self.core.wake_at():
                 self.tell(f.Tick())
 
+    async def failure(self) -> BaseException:
+        """Waits for what ends the node against its will: training that cannot go on, or a bug."""
+        await asyncio.wait({self.fatal, self.parts.replica.failed}, return_when=asyncio.FIRST_COMPLETED)
+        return next(future.result() for future in (self.fatal, self.parts.replica.failed) if future.done())
+
     # ---- facts in, decisions out ------------------------------------------------------------------------------------------------
 
     def tell(self, fact: f.Fact) -> None:

@@ -20,7 +20,7 @@ from blocktrain.protocol.chance import Rng
 from blocktrain.protocol.exchange import offer_stands
 from blocktrain.protocol.ids import Digest, PeerId, short
 from blocktrain.protocol.manifest import Manifest
-from blocktrain.protocol.membership import Members
+from blocktrain.protocol.membership import Member, Members
 
 FETCH_WHEN_BEHIND: Final = 10  # rounds: a node that starts (or was away) further behind than this takes state instead of averaging
 FETCH_RETRY_S: Final = 3.0
@@ -348,6 +348,10 @@ class Core:
         if phase != self.phase:
             self.phase = phase
             self._phase_since = now
+
+    def everybody(self, now: float) -> list[Member]:
+        """All living holders of all blocks that we know."""
+        return [member for block in range(self.manifest.blocks) for member in self.members.holders(block, now)]
 
     # ---- what it would say ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,299 @@
+"""From a config to a running node, and back to a clean machine: `run_node`, what `blocktrain-node` does.
+
+In this order, so that every mistake is found before anything that costs: the recipe or (through a short-lived client connection) the run that
+the initial peers know; the block; the store and the identity in it; the data; the network; the block itself in memory. Then the service lives
+until it is told to stop. Every step is a context, so whatever was opened is closed in reverse, also when a later step fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from blocktrain.node.network import Net, open_network
+
+from blocktrain import __version__
+from blocktrain.node import identity as identities
+from blocktrain.node import logs
+from blocktrain.node.config import NodeConfig
+from blocktrain.node.join import find_run
+from blocktrain.node.local import StatusFile
+from blocktrain.node.runtime import Runtime
+from blocktrain.node.service import Node, Parts
+from blocktrain.node.snapshot import Static, build
+from blocktrain.node.status import Status, one_line
+from blocktrain.node.store import Store
+from blocktrain.protocol.errors import UsageError
+from blocktrain.protocol.handshake import Greeting
+from blocktrain.protocol.ids import short
+from blocktrain.protocol.manifest import Manifest
+from blocktrain.protocol.membership import Members
+
+log = logging.getLogger("blocktrain.node")
+
+FIND_TIMEOUT_S = 20.0  # for the swarm to tell which runs it knows
+STATUS_EVERY_S = 1.0
+TALK_EVERY_S = 30.0  # a line on the terminal, where nothing else happened
+AGENT = f"blocktrain/{__version__}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided before anything was opened."""
+
+    manifest: Manifest
+    block: int
+
+
+async def run_node(config: NodeConfig, runtime: Runtime) -> int:
+    """Run one node until it is told to stop, its rounds are done, or something ends it. Returns the exit code.
+
+    Raises: BlocktrainError: whatever a person can mend, in one line.
+    """
+    logs.setup(config.log_level)
+    talk = Talk(config, runtime)
+    with talk:
+        plan = await _until_stopped(runtime, _plan(config, runtime))
+        if plan is None:
+            return 0
+        talk.know(plan)
+        async with _open(config, plan, runtime) as (node, static):
+            talk.show(lambda: build(node, static, runtime.clock()))
+            return await _live(node, static, runtime, talk)
+
+
+async def _plan(config: NodeConfig, runtime: Runtime) -> Plan:
+    """Which run, which block."""
+    block = config.training.block
+    if config.new_run is not None:
+        from blocktrain.node.recipe_file import load_recipe
+
+        manifest = load_recipe(config.new_run)
+        block = 0 if block is None else block
+    else:
+        with identities.temporary() as nobody:
+            greeting = Greeting(None, AGENT)
+            async with open_network(config.network, nobody, greeting, runtime.clock, client=True) as net:
+                manifest = await find_run(net.directory, net.transport, config.run, timeout_s=FIND_TIMEOUT_S)
+                if block is None:
+                    block = await _most_needed(net, manifest, runtime)
+    if not 0 <= block < manifest.blocks:
+        raise UsageError(f"--block {block}: run {manifest.name} has blocks 0 … {manifest.blocks - 1}")
+    return Plan(manifest, block)
+
+
+async def _most_needed(net: Net, manifest: Manifest, runtime: Runtime) -> int:
+    members = Members(manifest.run, manifest.blocks, net.directory.peer)
+    await look(net, manifest, members, runtime.clock)
+    return members.most_needed(runtime.clock(), runtime.rng)
+
+
+async def look(net: Net, manifest: Manifest, members: Members, clock: Callable[[], float]) -> None:
+    """Read every block's records into `members`, all blocks at once, following the buckets down as they are seen to be crowded."""
+    from random import Random
+
+    async def one(block: int) -> None:
+        read: set[int] = set()
+        while True:
+            todo = [b for b in members.to_read(block, clock(), net.directory.peer, Random(block)) if b not in read]
+            if not todo:
+                return
+            for bucket in todo:
+                read.add(bucket)
+                for seen in await net.directory.read_block(manifest.run, block, bucket, timeout_s=8.0):
+                    members.observe(seen, clock())
+
+    await asyncio.gather(*(one(block) for block in range(manifest.blocks)))
+
+
+@contextlib.asynccontextmanager
+async def _open(config: NodeConfig, plan: Plan, runtime: Runtime) -> AsyncIterator[tuple[Node, Static]]:
+    """The node and all that it stands on, closed in reverse."""
+    manifest, block = plan.manifest, plan.block
+    async with contextlib.AsyncExitStack() as stack:
+        store = stack.enter_context(
+            Store.open(config.files.store, manifest.run, block, min_free_bytes=config.files.min_free_mib * 1024 * 1024)
+        )
+        logs.keep_debug_file(store.folder)
+        stack.callback(logs.forget_debug_file)
+        store.save_manifest(manifest.to_bytes())
+        who = stack.enter_context(identities.load_or_create(config.files.identity or store.folder / "identity.key"))
+        # The network and the block do not need each other: torch is imported and weights are read while the daemon starts.
+        preparing = asyncio.create_task(asyncio.to_thread(_prepare, config, plan, store, who.peer_id), name="prepare")
+        stack.push_async_callback(_settled, preparing)
+        greeting = Greeting(manifest, AGENT, config.gossip.topology)
+        net = await stack.enter_async_context(
+            open_network(config.network, who, greeting, runtime.clock, children=runtime.children, known_peers=store.load_peers())
+        )
+        prepared = await preparing
+        replica, server = prepared.start()
+        stack.push_async_callback(server.stop)
+        stack.push_async_callback(replica.stop)
+        parts = Parts(net.transport, net.directory, replica, server)
+        static = Static(
+            name=config.name or short(who.peer_id),
+            device=prepared.device,
+            data=prepared.data,
+            store=store,
+            net=net,
+            started_at=runtime.clock(),
+            fresh=prepared.fresh,
+        )
+        node = Node(
+            config,
+            manifest,
+            block,
+            parts,
+            clock=runtime.clock,
+            rng=runtime.rng,
+            status_json=lambda: build(node, static, runtime.clock()).to_json(),
+        )
+        yield node, static
+
+
+@dataclass
+class Prepared:
+    """The block in memory, ready to start its threads on the loop."""
+
+    start: Callable[[], tuple[Any, Any]]
+    device: str
+    data: str
+    fresh: bool
+
+
+def _prepare(config: NodeConfig, plan: Plan, store: Store, peer: str) -> Prepared:
+    """Import torch, read the data, build the block, restore its checkpoint. In a thread: it takes seconds."""
+    from blocktrain.node.compute.assemble import assemble
+
+    return assemble(config, plan.manifest, plan.block, store, peer)
+
+
+async def _settled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> int:
+    """The service until its end, with checkpoints, status and watchers beside it."""
+    stop = asyncio.Event()
+    end: list[BaseException] = []
+
+    async def wait(what: Coroutine[Any, Any, object], why: str) -> None:
+        await what
+        log.info("%s", why)
+        stop.set()
+
+    async def fail(reason: Coroutine[Any, Any, BaseException]) -> None:
+        end.append(await reason)
+        stop.set()
+
+    helpers = [
+        asyncio.create_task(wait(runtime.stop.wait(), "stopping: saving and leaving")),
+        asyncio.create_task(wait(node.rounds_done.wait(), "the rounds that were asked for are done")),
+        asyncio.create_task(fail(node.failure())),
+        asyncio.create_task(fail(static.net.failure())),
+        asyncio.create_task(talk.repeat()),
+        asyncio.create_task(_checkpoints(node, static)),
+    ]
+    log.info("block %d of run %s; this node is %s", node.block, node.manifest.name, node.me)
+    try:
+        await node.run(stop, fresh=static.fresh)
+        await node.parts.replica.stop()
+        if node.parts.replica.published().round or node.parts.replica.progress().steps:
+            await node.parts.replica.save()
+    finally:
+        for helper in helpers:
+            helper.cancel()
+        await asyncio.gather(*helpers, return_exceptions=True)
+        talk.write()
+    if end:
+        raise end[0]
+    return 0
+
+
+async def _checkpoints(node: Node, static: Static) -> None:
+    while True:
+        await asyncio.sleep(node.config.files.checkpoint_every_s)
+        await node.parts.replica.save()
+        static.store.save_peers(sorted(address for member in node.core.everybody(node.clock()) for address in member.addresses))
+
+
+async def _until_stopped(runtime: Runtime, work: Coroutine[Any, Any, Plan]) -> Plan | None:
+    """The result of `work`, or None if the user wants to stop first."""
+    task = asyncio.create_task(work, name="plan")
+    stop = asyncio.create_task(runtime.stop.wait())
+    try:
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, stop):
+            one.cancel()
+        await asyncio.gather(task, stop, return_exceptions=True)
+
+
+class Talk:
+    """What the user sees: the status file, JSON lines on stdout where asked for, and now and then a line on stderr."""
+
+    def __init__(self, config: NodeConfig, runtime: Runtime) -> None:
+        self._config = config
+        self._runtime = runtime
+        self._started_at = runtime.clock()
+        self._file = StatusFile()
+        self._plan: Plan | None = None
+        self._build: Callable[[], Status] = self._starting
+        self._talked_at = self._started_at
+
+    def __enter__(self) -> Talk:
+        self.write()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.remove()
+
+    def know(self, plan: Plan) -> None:
+        self._plan = plan
+        self.write()
+
+    def show(self, build: Callable[[], Status]) -> None:
+        self._build = build
+        self.write()
+
+    def write(self) -> None:
+        status = self._build()
+        self._file.write(status)
+        if self._config.json:
+            print(status.to_json(), file=sys.stdout, flush=True)
+        now = self._runtime.clock()
+        if now - self._talked_at >= TALK_EVERY_S:
+            self._talked_at = now
+            log.info("%s", one_line(status))
+
+    async def repeat(self) -> None:
+        while True:
+            self.write()
+            await asyncio.sleep(STATUS_EVERY_S)
+
+    def _starting(self) -> Status:
+        import os
+
+        now, plan = self._runtime.clock(), self._plan
+        return Status(
+            run=plan.manifest.run.hex() if plan else "",
+            run_name=plan.manifest.name if plan else "",
+            block=plan.block if plan else self._config.training.block,
+            blocks=plan.manifest.blocks if plan else 0,
+            name=self._config.name,
+            pid=os.getpid(),
+            version=__version__,
+            phase="starting",
+            waiting_for="the network and the block" if plan else "the initial peers' word on the run",
+            next_action="join the swarm",
+            phase_s=now - self._started_at,
+            uptime_s=now - self._started_at,
+            written_at=now,
+        )

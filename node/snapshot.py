@@ -1,0 +1,89 @@
+"""The node's status at one moment, put together from the core, the replica, the network and the store."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from blocktrain.node.network import Net
+
+from blocktrain import __version__
+from blocktrain.node.service import Node
+from blocktrain.node.status import PeerStatus, Status
+from blocktrain.node.store import Store
+
+
+@dataclass(frozen=True)
+class Static:
+    """What does not change while a node lives."""
+
+    name: str
+    device: str
+    data: str
+    store: Store
+    net: Net
+    started_at: float
+    fresh: bool  # no checkpoint was found: the untrained start
+
+
+def build(node: Node, static: Static, now: float) -> Status:
+    """Everything a node can say about itself."""
+    core, members = node.core, node.core.members
+    published, progress = node.parts.replica.published(), node.parts.replica.progress()
+    phase, waiting_for, phase_s, then = core.waiting(now)
+    counters = core.counters
+    return Status(
+        run=node.manifest.run.hex(),
+        run_name=node.manifest.name,
+        name=static.name,
+        peer=node.me,
+        pid=os.getpid(),
+        version=__version__,
+        block=node.block,
+        blocks=node.manifest.blocks,
+        round=published.round,
+        digest=published.digest.hex()[:16],
+        loss=progress.loss,
+        heldout=progress.heldout,
+        steps=progress.steps,
+        tokens=progress.tokens,
+        tokens_per_s=progress.tokens_per_s,
+        learning_rate=progress.learning_rate,
+        peers=tuple(
+            PeerStatus(
+                peer=member.peer,
+                block=member.block,
+                phase=member.phase,
+                round=member.round,
+                tokens_per_s=member.tokens_per_s,
+                seen_s_ago=max(0.0, now - (member.expires_at - node.config.network.ttl_s)),
+                avoided=f"{members.why(member.peer)} ({member.avoided_s:.0f} s more)" if member.avoided_s > 0 else "",
+                rtt_ms=None if member.rtt_s is None else member.rtt_s * 1000,
+            )
+            for member in core.everybody(now)
+        ),
+        coverage=members.coverage(now, node.block),
+        accepted=counters.accepted,
+        late=counters.late,
+        refused=counters.refused,
+        one_sided=counters.one_sided,
+        declined=counters.declined,
+        own_rounds=counters.own_rounds,
+        bytes_in=static.net.transport.bytes_in,
+        bytes_out=static.net.transport.bytes_out,
+        served_tokens=node.holder.tokens_served,
+        sessions=node.holder.sessions(),
+        phase=phase,
+        waiting_for=waiting_for,
+        phase_s=phase_s,
+        next_action=then,
+        addresses=tuple(static.net.directory.addresses()),
+        skew_s=static.net.skew_s(),
+        device=static.device,
+        data=static.data,
+        store=f"{static.store.folder}{f' ({static.store.trouble})' if static.store.trouble else ''}",
+        checkpoint_round=static.store.checkpoint_round,
+        last_refusal=core.last_refusal,
+        uptime_s=now - static.started_at,
+        written_at=now,
+    )
