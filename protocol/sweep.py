@@ -31,7 +31,6 @@ AUTOREGRESSIVE: Final = "autoregressive"
 MODES: Final = (SPECULATIVE, ONE_SWEEP, AUTOREGRESSIVE)
 
 NEWLINE: Final = 10  # what an empty prompt starts from: the end of a line that is not shown
-MAX_STEP_TOKEN_BYTES: Final = limits.MAX_HEADER_BYTES - 2048  # as the field's rule in messages.Step
 MAX_DRAFT: Final = 256  # as the field's rule in messages.Step
 MAX_WINDOW: Final = 32  # positions of a one-sweep window, the known one before it included: no longer ones are trained
 MAX_STEP_POSITIONS: Final = 16384  # rows x positions of one step, so that none holds a holder's thread for long
@@ -74,7 +73,7 @@ class Shape:
     @property
     def step_tokens(self) -> int:
         """How many tokens one step can carry."""
-        return MAX_STEP_TOKEN_BYTES // self.token_bytes
+        return limits.MAX_TOKEN_BYTES // self.token_bytes
 
 
 # ---- positions and chance -------------------------------------------------------------------------------------------------------
@@ -158,6 +157,8 @@ def check_step(step: Step, body_bytes: int, shape: Shape, *, block: int, cached:
         raise Malformed(f"position {step.position}, but only {cached} are cached here")
     if step.rows * length > max(MAX_STEP_POSITIONS, shape.context):
         raise Malformed(f"{step.rows} rows of {length} positions are too many for one step")
+    if step.rows * length + step.draft > shape.step_tokens:
+        raise Malformed(f"{length} tokens leave no room for {step.draft} drafted ones in one step")
     if step.position + length + step.draft > shape.context:
         raise Malformed(f"positions up to {step.position + length + step.draft}; the context has {shape.context}")
     if step.want > length + step.draft:
@@ -216,8 +217,8 @@ class Continuation:
 
     def __init__(self, shape: Shape, prompt: Sequence[int]) -> None:
         self.shape = shape
-        self.tokens = array("I", prompt or (shape.start_token,))
-        self.shown = len(self.tokens) if prompt else 0  # prompt tokens that are the caller's own
+        self.tokens = array("I", list(prompt) or [shape.start_token])
+        self.shown = len(prompt)  # prompt tokens that are the caller's own
         self.start = window_start(len(self.tokens), shape.context)  # of the prompt, everything before it is never seen
         self.cached = 0  # positions of the window that the holders have
         self.sequence = 0
@@ -241,7 +242,7 @@ class Continuation:
             position=self.cached,
             rows=1,
             want=extra + 1,
-            tokens=pack_tokens([*pending, *[0] * unknown], self.shape) if len(pending) + unknown <= self.shape.step_tokens else b"",
+            tokens=pack_tokens([*pending, *[0] * unknown], self.shape) if len(pending) + extra <= self.shape.step_tokens else b"",
             draft=extra if mode == SPECULATIVE else 0,
             temperature=sampling.temperature,
             top_k=sampling.top_k,
@@ -251,7 +252,8 @@ class Continuation:
             substeps=substeps,
         )
         if not step.tokens:
-            part = pack_tokens(pending[: self.shape.step_tokens], self.shape)
+            # One is left for the step that wants something.
+            part = pack_tokens(pending[: min(self.shape.step_tokens, len(pending) - 1)], self.shape)
             step = replace(step, tokens=part, want=0, draft=0, noisy=False)
         self.sequence += 1
         return step
@@ -270,10 +272,6 @@ class Continuation:
         sent = len(step.tokens) // self.shape.token_bytes
         self.cached = step.position + sent - (step.want - 1 if step.noisy else 0) + kept
         self.tokens.extend(tokens)
-
-    def chance(self, sampling: Sampling, position: int, purpose: int) -> float:
-        """The number that decides `purpose` for the token at index `position` of the text, as the holders count it."""
-        return uniform(seed_at(sampling.seed, self.start), position - self.start, purpose)
 
 
 class Recall:
@@ -325,16 +323,19 @@ class Pace:
     MIX = 0.2  # share of the newest time
 
     def after(self, step: Step, kept: int, *, blocks: int, seconds: float, compute_s: float) -> Pace:
-        """What a traversal with drafts taught; `kept` of them stayed, and it took `seconds`, `compute_s` of them computing."""
+        """What a traversal with drafts taught; `kept` of them stayed, and it took `seconds`, `compute_s` of them computing.
+
+        Where a whole window was computed, or a session opened first, only the drafts are counted.
+        """
         if not step.draft:
             return self
-        tries = kept + (kept < step.draft)
+        counted = replace(self, hits=self.hits * self.FADE + kept, tries=self.tries * self.FADE + kept + (kept < step.draft))
+        if not step.position:
+            return counted
         one_pass = compute_s / (step.draft + max(1, blocks))
         network = max(0.0, seconds - compute_s)
         return replace(
-            self,
-            hits=self.hits * self.FADE + kept,
-            tries=self.tries * self.FADE + tries,
+            counted,
             network_s=network if self.network_s is None else self.network_s + self.MIX * (network - self.network_s),
             pass_s=one_pass if self.pass_s is None else self.pass_s + self.MIX * (one_pass - self.pass_s),
         )
