@@ -1,0 +1,371 @@
+"""One block in training, as the service sees it: snapshots, merges, states and checkpoints around a training thread.
+
+Three places of work. The training thread steps, and between two steps copies or adds one buffer. The worker, one thread, does all that
+takes longer, on copies: encode, decode, merge, digest, measure, write. The event loop only waits. The published state is a buffer
+that nobody writes to after it is made, so it can be served, streamed and saved without a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blocktrain.node.compute import codecs, flat
+from blocktrain.node.compute.device import Mover, Parcel, choose
+from blocktrain.node.compute.flat import Flat
+from blocktrain.node.compute.model import Block
+from blocktrain.node.compute.objective import objective_of
+from blocktrain.node.compute.thread import TrainingThread
+from blocktrain.node.compute.trainer import Batches, Frozen, Tensors, Trainer, TrainingFailed, one_line
+from blocktrain.node.ports import Buffer, Progress, Published, Snapshot, Terms, Trial
+from blocktrain.protocol.acceptance import Measures
+from blocktrain.protocol.errors import BlocktrainError, NetworkFault, PeerFault
+from blocktrain.protocol.exchange import merged_round, shares, tokens_per_round
+from blocktrain.protocol.ids import NO_DIGEST, Digest
+from blocktrain.protocol.manifest import Manifest
+
+T = TypeVar("T")
+HELDOUT_TOKENS: Final = 512  # of the check on every merge: both sides of it are measured on the same tokens, so that few suffice
+STOP_TIMEOUT_S: Final = 20.0  # for the step in hand
+
+log = logging.getLogger(__name__)
+
+
+class Store(Protocol):
+    """Where checkpoints go. `node.store.Store` is one. Both block: they are called from threads."""
+
+    def write(self, tensors: Tensors, header: Mapping[str, object]) -> bool: ...
+
+    def read(self, shapes: Mapping[str, tuple[int, ...]] | None = None) -> tuple[Tensors, dict[str, Any]] | None: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """The node's own choices about compute."""
+
+    device: str = "auto"
+    threads: int = 1  # of PyTorch's math, in the whole process
+    compile: bool = False
+    seed: int = 0  # of noise and windows; every replica has another
+
+
+@dataclass(frozen=True)
+class _Taken(Snapshot):
+    """A snapshot, and what the replica had done when it was taken."""
+
+    tokens: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """A trial's token: the merge, and what it adds to the live block."""
+
+    state: Tensor
+    difference: Parcel
+    generation: int
+    heldout: float | None
+
+
+class TorchReplica:
+    """Implements `node.ports.Replica`. Building it takes memory and, for large blocks, seconds: do it in a thread.
+
+    Raises: UsageError, DoesNotFit: the device, or the memory for it.
+    """
+
+    def __init__(self, manifest: Manifest, block: int, batches: Batches, store: Store | None, options: Options) -> None:
+        device = choose(options.device)
+        torch.set_num_threads(options.threads)
+        self.manifest = manifest
+        self._store = store
+        try:
+            self._mover = Mover(device)
+            self._trainer = Trainer(manifest, block, batches, self._mover, seed=options.seed, compile=options.compile)
+            self._spare = Block(manifest, block, initial=False).to(device)  # measures merges, while the live block trains
+            self._spare_flat = Flat(self._spare)
+            self._heldout_RT1 = _some_rows(batches.heldout(), manifest.model.context).to(device)
+            initial = self._mover.to_host(self._mover.take(self._trainer.flat.data))
+        except (RuntimeError, MemoryError) as error:
+            raise one_line(error, f"building the block on {device}") from error
+        self._objective = objective_of(manifest, block)
+        self._size = self._trainer.flat.size
+        self._state = (Published(0, flat.digest(flat.to_bytes(initial))), initial)  # replaced as a whole, on the training thread
+        self._heldout: float | None = None
+        self._generation = 0  # counts loads: what was computed before one must not be added after it
+        self._steps_at_start = self._tokens_at_start = 0
+        self._worker = ThreadPoolExecutor(1, "blocktrain-compute")
+        self._thread = TrainingThread(self._trainer)
+
+    # ---- before it starts -------------------------------------------------------------------------------------------------------
+
+    def restore(self) -> bool:
+        """Go on from the store's checkpoint, before `start`. False: there is none.
+
+        Raises: UsageError: a checkpoint of another run, block or shape, or a damaged one.
+        """
+        found = self._store.read(self._expected_shapes()) if self._store is not None else None
+        if found is None:
+            return False
+        tensors, header = found
+        state = torch.cat([torch.from_numpy(tensors[f"published.{name}"]).reshape(-1) for name in self._trainer.flat.shapes])
+        published = Published(int(header["round"]), Digest(bytes.fromhex(header["digest"])))
+
+        def job(trainer: Trainer) -> None:
+            trainer.restore(tensors, header, published.round)
+            self._state = (published, state)
+
+        self._thread.post(job).result()
+        self._steps_at_start, self._tokens_at_start = self._trainer.counters.steps, self._trainer.counters.tokens
+        return True
+
+    def start(self, on_round: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+
+        def tell() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(on_round)
+
+        self._thread.train(tell)
+
+    # ---- what it looks like -----------------------------------------------------------------------------------------------------
+
+    def published(self) -> Published:
+        return self._state[0]
+
+    def state(self) -> tuple[Published, memoryview]:
+        published, state = self._state
+        return published, flat.to_bytes(state)
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 * self._size
+
+    def progress(self) -> Progress:
+        trainer, counters = self._trainer, self._trainer.counters
+        return Progress(
+            steps=counters.steps - self._steps_at_start,
+            tokens=counters.tokens - self._tokens_at_start,
+            loss=trainer.loss,
+            heldout=self._heldout,
+            tokens_per_s=self._thread.tokens_per_s(),
+            steps_since_merge=counters.since_round,
+            learning_rate=trainer.learning_rate,
+        )
+
+    async def failed(self) -> BlocktrainError:
+        """Wait until training cannot go on; the reason, for one line."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[BlocktrainError] = loop.create_future()
+
+        def arrived() -> None:
+            if not waiter.done():
+                waiter.set_result(self._thread.failed.result())
+
+        def tell(_: object) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(arrived)
+
+        self._thread.failed.add_done_callback(tell)
+        return await waiter
+
+    # ---- exchanges --------------------------------------------------------------------------------------------------------------
+
+    async def snapshot(self, codec: str) -> Snapshot:
+        coder = codecs.codec_of(codec)
+
+        def job(trainer: Trainer) -> tuple[Parcel, int, int, int, int]:
+            counters = trainer.counters
+            weight = counters.tokens - counters.merged_tokens
+            return self._mover.take(trainer.flat.data), self._state[0].round, weight, counters.tokens, self._generation
+
+        parcel, round, weight, tokens, generation = await self._between_steps(job)
+
+        def encode() -> tuple[Digest, memoryview]:
+            state = self._mover.to_host(parcel)
+            _check_finite(state)
+            payload = coder.encode(state)
+            return flat.digest(payload), payload
+
+        digest, payload = await self._work(encode)
+        return _Taken(codec, round, float(weight), digest, payload, tokens, generation)
+
+    async def consider(self, mine: Snapshot, payload: Buffer, terms: Terms, *, mine_first: bool) -> Trial:
+        assert isinstance(mine, _Taken), "a snapshot of this replica"
+        return await self._work(lambda: self._consider(mine, payload, terms, mine_first))
+
+    def _consider(self, mine: _Taken, payload: Buffer, terms: Terms, mine_first: bool) -> Trial:
+        """On the worker. Nothing here touches the live block."""
+        if flat.digest(payload) != terms.digest:
+            raise PeerFault("the snapshot does not have the digest that was announced", terms.peer)
+        theirs = codecs.codec_of(terms.codec).decode(payload, self._size)
+        ours = codecs.codec_of(mine.codec).decode(mine.payload, self._size)
+        published, state = self._state
+        round = merged_round(published.round, terms.round)
+        own_norm, distance, drift = flat.norm(ours), flat.distance(theirs, ours), flat.distance(ours, state)
+        if not np.isfinite(flat.norm(theirs)):
+            return Trial(round, NO_DIGEST, Measures(False, own_norm, distance, drift, None, None), None)
+        first, second = (mine.weight, terms.weight) if mine_first else (terms.weight, mine.weight)
+        parts = shares(first, second, tokens_per_round(self.manifest))
+        merged = flat.merge(ours, theirs, parts) if mine_first else flat.merge(theirs, ours, parts)
+        before, after = self._measure(ours), self._measure(merged)
+        token = _Merge(merged, self._mover.to_device(merged - ours), mine.generation, after)
+        return Trial(round, flat.digest(flat.to_bytes(merged)), Measures(True, own_norm, distance, drift, before, after), token)
+
+    async def adopt(self, trial: Trial, mine: Snapshot) -> Published:
+        """Raises: NetworkFault: our block was replaced by a downloaded state since the snapshot, so that the merge is void."""
+        token = trial.token
+        assert isinstance(token, _Merge), "a trial of this replica that was finite"
+        assert isinstance(mine, _Taken), "a snapshot of this replica"
+
+        def job(trainer: Trainer) -> Published:
+            if token.generation != self._generation:
+                raise NetworkFault("the replica took a downloaded state during the exchange; the merge is not used")
+            published = Published(max(trial.round, self._state[0].round + 1), trial.digest)
+            trainer.add(self._mover.receive(token.difference))
+            trainer.round = published.round
+            trainer.counters.merged_tokens = mine.tokens
+            trainer.counters.since_round = 0
+            self._state = (published, token.state)
+            self._heldout = token.heldout
+            return published
+
+        return await self._between_steps(job)
+
+    async def publish_own(self) -> Published:
+        def take(trainer: Trainer) -> tuple[Parcel, Published]:
+            trainer.counters.since_round = 0
+            return self._mover.take(trainer.flat.data), self._state[0]
+
+        parcel, before = await self._between_steps(take)
+
+        def measure() -> tuple[Tensor, Digest, float | None]:
+            state = self._mover.to_host(parcel)
+            _check_finite(state)
+            return state, flat.digest(flat.to_bytes(state)), self._measure(state)
+
+        state, digest, heldout = await self._work(measure)
+
+        def publish(trainer: Trainer) -> Published:
+            if self._state[0] != before:  # a merge or a download came first, and is newer than what we took
+                return self._state[0]
+            published = Published(before.round + 1, digest)
+            trainer.round = published.round
+            self._state = (published, state)
+            self._heldout = heldout
+            return published
+
+        return await self._between_steps(publish)
+
+    async def load(self, payload: Buffer, round: int, digest: Digest) -> Published:
+        """A state older than our published one is not taken; then that one is returned."""
+
+        def check() -> tuple[Tensor, Parcel, float | None]:
+            if flat.digest(payload) != digest:
+                raise PeerFault("the state does not have the digest that was announced")
+            state = flat.from_bytes(payload, self._size)
+            if not np.isfinite(flat.norm(state)):
+                raise PeerFault("not finite: the state holds NaN or infinity")
+            return state, self._mover.to_device(state), self._measure(state)
+
+        state, parcel, heldout = await self._work(check)
+
+        def job(trainer: Trainer) -> Published:
+            if round < self._state[0].round:
+                return self._state[0]
+            published = Published(round, digest)
+            trainer.replace(self._mover.receive(parcel))
+            trainer.round = round
+            self._generation += 1
+            self._state = (published, state)
+            self._heldout = heldout
+            return published
+
+        return await self._between_steps(job)
+
+    # ---- checkpoints and the end ------------------------------------------------------------------------------------------------
+
+    async def save(self) -> None:
+        store = self._store
+        if store is None:
+            return
+
+        def take(trainer: Trainer) -> tuple[Frozen, Published, Tensor]:
+            return trainer.freeze(), *self._state
+
+        frozen, published, state = await self._between_steps(take)
+
+        def write() -> None:
+            named = self._trainer.flat.shapes
+            tensors: Tensors = {"generator": frozen.generator}
+            live, first, second = (self._mover.to_host(parcel) for parcel in (frozen.live, frozen.first, frozen.second))
+            _check_finite(live)
+            for prefix, buffer in (("live.", live), ("first.", first), ("second.", second), ("published.", state)):
+                tensors |= {prefix + name: view.numpy() for name, view in flat.views(named, buffer).items()}
+            store.write(tensors, {**frozen.header, "round": published.round, "digest": published.digest.hex()})
+
+        await self._work(write)
+
+    async def stop(self) -> None:
+        self._thread.stop()
+        ended = asyncio.wrap_future(self._thread.ended)
+        try:
+            await asyncio.wait_for(asyncio.shield(ended), STOP_TIMEOUT_S)
+        except TimeoutError:
+            log.warning("the training step in hand takes longer than %.0f s; not waiting for it", STOP_TIMEOUT_S)
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    # ---- places of work ---------------------------------------------------------------------------------------------------------
+
+    async def _between_steps(self, job: Callable[[Trainer], T]) -> T:
+        return await asyncio.wrap_future(self._thread.post(job))
+
+    async def _work(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    def _measure(self, state: Tensor) -> float:
+        """Loss of a state on our held-out batch, nats per token. On the worker: the spare block is its own."""
+        self._spare_flat.data.copy_(state)
+        return float(self._objective.score(self._spare, self._heldout_RT1).mean())
+
+    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = self._trainer.flat.shapes
+        return {prefix + name: shape for prefix in ("live.", "first.", "second.", "published.") for name, shape in shapes.items()}
+
+
+def _some_rows(rows: np.ndarray[Any, Any], context: int) -> Tensor:
+    """A few rows from all over the held-out text."""
+    wanted = max(2, HELDOUT_TOKENS // context)
+    chosen = np.linspace(0, len(rows) - 1, min(wanted, len(rows))).astype(np.int64)
+    return torch.from_numpy(np.ascontiguousarray(rows[chosen]))
+
+
+def _check_finite(state: Tensor) -> None:
+    """Raises: TrainingFailed: our own parameters are not numbers any more, so that nobody may get them."""
+    if not np.isfinite(flat.norm(state)):
+        raise TrainingFailed("training stopped: the parameters are not finite; the run's schedule.learning_rate may be too high")
+
+
+def needs(manifest: Manifest) -> dict[str, int]:
+    """Bytes of memory that training one block takes, by what they are for, without PyTorch's own some 300 MB."""
+    shapes = flat.shapes_of(manifest)
+    size = flat.count(shapes)
+    model, settings = manifest.model, manifest.optimizer
+    tokens = settings.batch // settings.accumulate * model.context
+    per_token = model.layers * 22 * model.width + 4 * model.width + 3 * model.vocabulary  # what backward keeps, floats
+    return {
+        "parameters": 4 * size,
+        "gradients": 4 * size,
+        "optimizer": 8 * size + 4 * len(shapes),
+        "published state and spare block": 8 * size,
+        "an exchange": 6 * 4 * size,  # two payloads, two decoded, the merge and its difference
+        "activations": 4 * tokens * per_token,
+        "serving": 8 * size,
+    }
