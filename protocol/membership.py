@@ -224,6 +224,10 @@ class Members:
         found = (self._view(seen, peer, now) for seen, peer in self._living(block, now))
         return [member for member in found if member.trained or not trained_only]
 
+    def everybody(self, now: float) -> list[Member]:
+        """The living holders of all blocks, block by block."""
+        return [member for block in range(self.blocks) for member in self.holders(block, now)]
+
     def coverage(self, now: float, own_block: int | None) -> tuple[int, ...]:
         """Replicas of each block, ours included."""
         counts = [sum(1 for _ in self._living(block, now)) for block in range(self.blocks)]

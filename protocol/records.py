@@ -69,7 +69,10 @@ class Seen:
 
 
 def pack_record(record: Announcement | RunRecord) -> bytes:
-    """The record's bytes. Addresses for which there is no room are left out, the last first; one always has room."""
+    """The record's bytes. Addresses that are too long are left out, and those for which there is no room, the last first."""
+    if isinstance(record, Announcement):
+        short = tuple(address for address in record.addresses if len(address) <= limits.MAX_ADDRESS_CHARS)
+        record = dataclasses.replace(record, addresses=short[: limits.MAX_ADDRESSES])
     data = wire.pack(schema.encode(record))
     while len(data) > limits.MAX_ANNOUNCEMENT_BYTES and isinstance(record, Announcement) and record.addresses:
         record = dataclasses.replace(record, addresses=record.addresses[:-1])

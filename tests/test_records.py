@@ -65,6 +65,13 @@ def test_of_two_addresses_too_long_for_the_record_the_first_is_kept() -> None:
     assert records.unpack_announcement(data) == dataclasses.replace(longest, addresses=longest.addresses[:1])
 
 
+def test_an_address_too_long_for_the_rules_is_left_out_rather_than_making_the_record_invalid() -> None:
+    long = dataclasses.replace(
+        ANNOUNCEMENT, addresses=("/dns4/" + "a" * limits.MAX_ADDRESS_CHARS, "/ip4/1.2.3.4/tcp/1", "/ip4/1.2.3.5/tcp/1")
+    )
+    assert records.unpack_announcement(records.pack_record(long)).addresses == ("/ip4/1.2.3.4/tcp/1", "/ip4/1.2.3.5/tcp/1")
+
+
 def test_a_run_record_comes_back_and_stays_small() -> None:
     record = RunRecord(RUN, "n" * 64, 1, 1_000_000)
     assert records.unpack_run_record(records.pack_record(record)) == record
