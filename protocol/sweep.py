@@ -297,7 +297,7 @@ class Recall:
         fill = replace(step, want=0, draft=0, noisy=False)
         steps = []
         offset = 0
-        while len(tokens) - offset > most:
+        while len(tokens) - offset + step.draft * size > most:
             # The last step keeps the tokens of the original one, since it wants positions among them.
             end = min(offset + most, len(tokens) - len(step.tokens))
             steps.append(replace(fill, position=offset // size, tokens=tokens[offset:end]))

@@ -44,7 +44,8 @@ def distribution(log_probs: npt.NDArray[np.floating], sampling: Sampling) -> Row
         certain[int(values.argmax())] = 1.0
         return certain
     values -= values.max()
-    values /= sampling.temperature
+    with np.errstate(over="ignore"):  # a tiny temperature leaves only the likeliest
+        values /= sampling.temperature
     weights: Row = np.exp(values)
     if 0 < sampling.top_k < len(weights):
         least = np.partition(weights, -sampling.top_k)[-sampling.top_k]

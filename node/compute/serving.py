@@ -91,7 +91,7 @@ class Worker:
         """This block's log-probabilities at the last `want` positions, [R x W, V]."""
         tokens_RN = torch.tensor(tokens, dtype=torch.int64, device=self._device).view(rows, -1)
         scores = self._objective.contribute(self.block, tokens_RN, cache, noisy, want)
-        values: Floats = scores.view(rows * want, -1).cpu().numpy()
+        values: Floats = scores.view(rows * want, self.shape.vocabulary).cpu().numpy()
         return to_half(values)
 
     def _draft(self, cache: Cache, step: Step, work: Work) -> tuple[Half, list[int]]:
