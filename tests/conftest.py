@@ -1,9 +1,87 @@
-"""Settings of the whole suite."""
+"""Settings of the whole suite, and what several files need: real networks of nodes in this process, and a check that nothing is left."""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import psutil
+import pytest
 from hypothesis import settings
+
+from blocktrain.node import identity
+from blocktrain.node.config import Network
+from blocktrain.node.identity import Identity
+from blocktrain.node.network import Net, open_network
+from blocktrain.protocol.handshake import Greeting
 
 # No limit on one example's time: a busy machine is not a bug. A failure prints the line that replays it.
 settings.register_profile("blocktrain", deadline=None, print_blob=True, database=None)
 settings.load_profile("blocktrain")
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+MakeNet = Callable[..., Awaitable[Net]]
+
+
+def daemons_of_this_process() -> list[int]:
+    """The libp2p daemons that this process started and that still run."""
+    return [child.pid for child in psutil.Process().children() if child.name() == "p2pd" and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def sockets_of_this_process() -> list[str]:
+    return sorted(str(path) for path in Path("/tmp").glob(f"hivemind-blocktrain-{os.getpid()}-*.sock"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After a `real` test no daemon of this process runs and none of its sockets lies about."""
+    yield
+    if request.node.get_closest_marker("real"):
+        assert daemons_of_this_process() == []
+        assert sockets_of_this_process() == []
+
+
+@pytest.fixture
+def new_identity(tmp_path: Path) -> Iterator[Callable[[], Identity]]:
+    """Makes identities that are released at the end."""
+    made: list[Identity] = []
+
+    def make() -> Identity:
+        made.append(identity.load_or_create(tmp_path / "identities" / f"{len(made)}.key"))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.release()
+
+
+@pytest.fixture
+async def net_factory(nothing_is_left: None, new_identity: Callable[[], Identity]) -> AsyncIterator[MakeNet]:
+    """Opens real networks in this process, and closes them at the end, the last first.
+
+    `await net_factory(*initial)`: `initial` are addresses, or nets whose address is taken. Named arguments: `who`, `greeting`, `clock`,
+    `client_mode`, `on_hello`, and those of `config.Network`.
+    """
+    async with AsyncExitStack() as stack:
+
+        async def make(
+            *initial: Net | str,
+            who: Identity | None = None,
+            greeting: Greeting | None = None,
+            clock: Callable[[], float] = time.time,
+            client_mode: bool = False,
+            **more: object,
+        ) -> Net:
+            on_hello = more.pop("on_hello", lambda met: None)
+            peers = tuple(each if isinstance(each, str) else each.directory.addresses()[0] for each in initial)
+            config = Network(**{"initial_peers": peers, "host_maddrs": LOOPBACK, **more})  # type: ignore[arg-type]
+            me = who if who is not None or client_mode else new_identity()
+            said = greeting or Greeting(None, "test")
+            return await stack.enter_async_context(
+                open_network(config, me, said, clock, client_mode=client_mode, on_hello=on_hello)  # type: ignore[arg-type]
+            )
+
+        yield make

@@ -1,0 +1,189 @@
+"""What addresses are to the libp2p daemon: their binary form, which of ours to hand out, which ports to try before it does.
+
+`addresses` reads what people type; this is the other end. Pure but for `check_ports`. Binary multiaddresses are protocol code (varint)
+and value, one after the other: https://github.com/multiformats/multiaddr. Written here because hivemind's encoder garbles /p2p/.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from blocktrain.node.addresses import Address, is_loopback, parse
+from blocktrain.protocol.errors import Malformed, UsageError
+from blocktrain.protocol.ids import PeerId, base58_decode, base58_encode
+
+_CODES: Final = {"ip4": 4, "tcp": 6, "ip6": 41, "dns": 53, "dns4": 54, "dns6": 55, "dnsaddr": 56, "p2p-circuit": 290, "p2p": 421}
+_NAMES: Final = {code: name for name, code in _CODES.items()}
+_FIXED: Final = {"ip4": 4, "tcp": 2, "ip6": 16, "p2p-circuit": 0}  # bytes of value; the others carry a length
+
+
+def to_bytes(text: str) -> bytes:
+    """The binary form of an address that `addresses.parse` accepted."""
+    out = bytearray()
+    parts = iter(text.strip("/").split("/"))
+    for name in parts:
+        kind = "p2p" if name == "ipfs" else name
+        out += _varint(_CODES[kind])
+        if kind == "p2p-circuit":
+            continue
+        value = next(parts)
+        if kind in ("ip4", "ip6"):
+            out += ipaddress.ip_address(value).packed
+        elif kind == "tcp":
+            out += int(value).to_bytes(2, "big")
+        else:
+            raw = base58_decode(value) if kind == "p2p" else value.encode()
+            out += _varint(len(raw)) + raw
+    return bytes(out)
+
+
+def from_bytes(data: bytes) -> str:
+    """The text of a binary address. Raises: Malformed: cut off, or of a protocol that we do not use (QUIC, WebSocket …)."""
+    out: list[str] = []
+    at = 0
+    while at < len(data):
+        code, at = _read_varint(data, at)
+        kind = _NAMES.get(code)
+        if kind is None:
+            raise Malformed(f"multiaddress protocol {code}")
+        out.append(kind)
+        size, at = (_FIXED[kind], at) if kind in _FIXED else _read_varint(data, at)
+        value = data[at : at + size]
+        if len(value) < size:
+            raise Malformed("a multiaddress that is cut off")
+        at += size
+        if kind in ("ip4", "ip6"):
+            out.append(str(ipaddress.ip_address(value)))
+        elif kind == "tcp":
+            out.append(str(int.from_bytes(value, "big")))
+        elif kind != "p2p-circuit":
+            out.append(base58_encode(value) if kind == "p2p" else value.decode("ascii", "replace"))
+    return "/" + "/".join(out)
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    number = 0
+    for shift in range(0, 35, 7):
+        if at >= len(data):
+            raise Malformed("a multiaddress that is cut off")
+        number |= (data[at] & 0x7F) << shift
+        at += 1
+        if data[at - 1] < 0x80:
+            return number, at
+    raise Malformed("a multiaddress with an endless number")
+
+
+def on_loopback(host_maddrs: Iterable[str], initial_peers: Iterable[str]) -> bool:
+    """Whether the swarm lives on this machine only: whom we ask first is here, or, where we begin, we listen here only."""
+    asked = [parse(text, "--initial-peers") for text in initial_peers]
+    listening = [parse(text, "--host-maddrs") for text in host_maddrs]
+    return all(is_loopback(address) for address in asked or listening)
+
+
+def check_reachable(host_maddrs: Sequence[str], announce_maddrs: Sequence[str], swarm_is_loopback: bool) -> None:
+    """Refuse to join a swarm on other machines while listening on loopback only. Raises: UsageError."""
+    if not swarm_is_loopback and not announce_maddrs and all(is_loopback(parse(text, "--host-maddrs")) for text in host_maddrs):
+        raise UsageError(
+            f"--host-maddrs {' '.join(host_maddrs)}: only this machine can dial that, and the initial peers are elsewhere; "
+            "listen on /ip4/0.0.0.0/tcp/0, or say with --announce-maddrs where others reach this node"
+        )
+
+
+def check_announce(maddrs: Iterable[str], swarm_is_loopback: bool) -> None:
+    """Refuse to announce what others cannot dial: port 0, 0.0.0.0, or loopback to a swarm that is not on this machine.
+
+    Raises: UsageError: naming the address and the flag.
+    """
+    for text in maddrs:
+        address = parse(text, "--announce-maddrs")
+        fault = ""
+        if address.port == 0:
+            fault = "others cannot dial port 0; give the port that reaches this node"
+        elif address.host in ("0.0.0.0", "::"):
+            fault = f"others cannot dial {address.host}; give this machine's outside address"
+        elif is_loopback(address) and not address.relayed and not swarm_is_loopback:
+            fault = "only this machine can dial it, and the swarm is not on this machine; give this machine's outside address"
+        if fault:
+            raise UsageError(f"--announce-maddrs {text!r}: {fault}")
+
+
+def to_share(visible: Iterable[str], peer: PeerId, swarm_is_loopback: bool) -> list[str]:
+    """Our addresses as others should use them, with /p2p/, the best first.
+
+    In a swarm on this machine that is loopback; elsewhere public addresses come first, then private ones, then relays', and loopback last
+    (somebody on this machine can still use it). Among equals the shorter is first. What nobody can dial is left out.
+    """
+    ranked: list[tuple[int, int, str]] = []
+    for text in visible:
+        address = parse(text, "the daemon's address")
+        if address.port == 0 or address.host in ("0.0.0.0", "::"):
+            continue
+        ranked.append((_rank(address, swarm_is_loopback), len(text), text if text.endswith(f"/p2p/{peer}") else f"{text}/p2p/{peer}"))
+    return [text for _, _, text in sorted(ranked)]
+
+
+def _rank(address: Address, swarm_is_loopback: bool) -> int:
+    if address.relayed:
+        return 3
+    if is_loopback(address):
+        return 0 if swarm_is_loopback else 4
+    try:
+        return 1 if ipaddress.ip_address(address.host).is_global else 2
+    except ValueError:
+        return 1  # a name that somebody chose to announce
+
+
+def check_ports(host_maddrs: Sequence[str]) -> None:
+    """Try to listen where the daemon will: it would share a port in use with its holder without a word, and dials would fail at random.
+
+    Raises: UsageError: the port is in use (by whom, where that can be known), or the address is not this machine's.
+    """
+    for text in host_maddrs:
+        address = parse(text, "--host-maddrs")
+        try:
+            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, kind, proto, _, where = found[0]
+            with socket.socket(family, kind, proto) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that closed a moment ago is free
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(where)
+                probe.listen(1)
+        except OSError as error:
+            raise UsageError(f"--host-maddrs {text}: {_why(error, address)}") from None
+
+
+def _why(error: OSError, address: Address) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {address.port} is in use{_holder(address.port)}; give another port, or 0 for a free one"
+    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        return f"{address.host} is not an address of this machine; 0.0.0.0 listens on all it has"
+    if error.errno == errno.EACCES:
+        return f"this user may not listen on port {address.port}; give one above 1023"
+    return f"cannot listen there: {error.strerror}"
+
+
+def _holder(port: int | None) -> str:
+    """` by NAME (process N)` where the system tells us."""
+    import psutil
+
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                return f" by {psutil.Process(connection.pid).name()} (process {connection.pid})"
+    except (psutil.Error, OSError):
+        pass
+    return ""

@@ -1,0 +1,509 @@
+"""The one file that knows hivemind: its DHT, and the libp2p daemon's control socket, inside our own event loop.
+
+hivemind's `DHTNode` does the DHT over a `P2P` that we attach to a daemon of ours (`daemon`). Streams, dials and questions about peers go to
+the daemon directly, each on a connection of its own with a deadline; that is a small protocol (protobuf messages of hivemind's) and keeps
+every failure's reason. What this file hardens in hivemind is said at each place. Import it late: only who really goes online needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from blocktrain.node import dialing, lean
+from blocktrain.node.daemon import MAX_UNARY_BYTES, Children, Daemon, Owned, Settings
+from blocktrain.node.identity import Identity
+from blocktrain.node.sealing import Seals, split
+from blocktrain.protocol import ids, limits
+from blocktrain.protocol.errors import Malformed, NetworkFault
+from blocktrain.protocol.ids import PeerId
+from blocktrain.protocol.records import Key
+
+with lean.packages():
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+    from hivemind.p2p import P2P, PeerID
+    from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
+    from hivemind.proto import p2pd_pb2
+    from hivemind.utils.multiaddr import Multiaddr
+    from hivemind.utils.serializer import MSGPackSerializer
+    from hivemind.utils.timed_storage import ValueWithExpiration
+
+log = logging.getLogger("blocktrain.libp2p")
+
+READER_LIMIT_BYTES: Final = 1024 * 1024  # a stream's buffer in Python; asyncio's 64 KiB would throttle bulk transfers (facts: 120 MB/s)
+RPC_TIMEOUT_S: Final = 3.0  # one DHT call to one node; a lookup makes several, side by side
+CONTROL_TIMEOUT_S: Final = 5.0  # a question to our own daemon
+MAX_KEYS_HELD: Final = 1024  # DHT keys that we keep for others
+MAX_RECORDS_HELD: Final = 32768  # records in all of them, about 1 KB each
+MAX_BOOK: Final = 1024  # peers whose addresses we remember
+
+Inbound = Callable[[PeerId, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """One verified record as it was found. `payload` is still packed."""
+
+    peer: PeerId
+    payload: bytes
+    expires_at: float
+
+
+class Libp2p:
+    """One node's presence in libp2p and in the DHT. `died` is set when it is of no use any more; `reason` says why."""
+
+    def __init__(self, settings: Settings, identity: Identity, clock: Callable[[], float], children: Children | None = None) -> None:
+        self.peer = identity.peer_id
+        self._settings = settings
+        self._identity = identity
+        self._seals = Seals(identity, clock)
+        self._daemon = Daemon(settings, children)
+        self._tasks = Owned()
+        self._book: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
+        self._handlers: dict[str, Inbound] = {}
+        self._serving: set[asyncio.Task[Any]] = set()
+        self._server: asyncio.AbstractServer | None = None
+        self._p2p: Any = None
+        self._dht: Any = None
+        self._accepted: dict[tuple[int, float], int] = {}  # stores in progress: how many other nodes took the record
+
+    @property
+    def died(self) -> asyncio.Event:
+        return self._daemon.died
+
+    @property
+    def reason(self) -> str:
+        return self._daemon.reason
+
+    @property
+    def daemon_pid(self) -> int | None:
+        return self._daemon.pid
+
+    @property
+    def refused_records(self) -> int:
+        return self._seals.refused
+
+    # ---- life ---------------------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the daemon and the DHT node; nobody is connected yet. Raises: DoesNotFit, Unreachable (see `Daemon.start`)."""
+        _tame_logging()
+        _tame_tasks(asyncio.get_running_loop())
+        await self._daemon.start()
+        try:
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                await self._attach()
+        except (TimeoutError, OSError, EOFError, P2PDaemonError) as error:
+            await self.stop()
+            raise NetworkFault(f"the libp2p daemon does not answer: {error or 'no reply in time'}") from None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _attach(self) -> None:
+        control = Multiaddr(f"/unix{self._daemon.control_socket}")
+        ours = Multiaddr(f"/unix{self._daemon.client_socket}")
+        self._p2p = P2P()
+        self._p2p._daemon_listen_maddr, self._p2p._client_listen_maddr = control, ours
+        self._p2p._client = await Client.create(control, ours, persistent_conn_max_msg_size=MAX_UNARY_BYTES)
+        self._p2p._client.control._pending_calls = _Calls()
+        self._p2p.peer_id = PeerID(self._identity.peer_bytes)
+        self._p2p._alive = True
+        self._server = await asyncio.start_unix_server(self._inbound, path=self._daemon.client_socket, limit=READER_LIMIT_BYTES)
+        self._dht = await DHTNode.create(
+            p2p=self._p2p,
+            node_id=DHTID.generate(source=self._identity.peer_bytes),  # the same after a restart: nobody keeps a ghost of us
+            wait_timeout=RPC_TIMEOUT_S,
+            cache_locally=False,  # answers from caches are late
+            cache_on_store=False,
+            cache_nearest=0,
+            cache_refresh_before_expiry=0,
+            reuse_get_requests=False,
+            blacklist_time=2.0,  # the default ban doubles without a cap
+            backoff_rate=1.0,
+            client_mode=self._settings.client,
+            record_validator=_Validator(self._seals),
+        )
+        self._harden(self._dht.protocol)
+        self._tasks.start(self._watch(), "libp2p watch")
+
+    async def stop(self) -> None:
+        """End streams, DHT and daemon, and wait for them. May be called twice."""
+        if self._server is not None:
+            self._server.close()
+        serving = [task for task in self._serving if task is not asyncio.current_task()]
+        for task in serving:
+            task.cancel()
+        if serving:
+            await asyncio.wait(serving, timeout=CONTROL_TIMEOUT_S)
+        await self._tasks.close()
+        if self._dht is not None:
+            self._dht.is_alive = False
+        if self._p2p is not None and self._p2p._client is not None:
+            control = self._p2p._client.control
+            control.close()
+            self._fail_calls("this node is stopping")
+            await asyncio.gather(control._read_task, control._write_task, return_exceptions=True)
+            self._p2p._alive = False
+        await self._daemon.stop()
+
+    async def _watch(self) -> None:
+        """hivemind does not notice the end of its daemon: calls would hang for ever."""
+        control = self._p2p._client.control
+        died = asyncio.ensure_future(self._daemon.died.wait())
+        try:
+            await asyncio.wait({died, control._read_task, control._write_task}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._daemon.died.is_set():
+                with contextlib.suppress(TimeoutError):  # the connection ends a moment before the process
+                    await asyncio.wait_for(self._daemon.died.wait(), 1.0)
+            self._daemon.fail("the connection to the libp2p daemon was lost")
+            self._fail_calls(self._daemon.reason)
+        finally:
+            died.cancel()
+
+    def _fail_calls(self, why: str) -> None:
+        for call in list(self._p2p._client.control._pending_calls.values()):
+            if not call.done():
+                call.set_exception(P2PDaemonError(why))
+
+    # ---- peers --------------------------------------------------------------------------------------------------------------------
+
+    async def addresses(self) -> list[str]:
+        """Where the daemon listens or is announced, without /p2p/ of our own. Raises: NetworkFault."""
+        response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), CONTROL_TIMEOUT_S)
+        found = []
+        for raw in response.identify.addrs:
+            with contextlib.suppress(Malformed):  # QUIC and the like
+                found.append(dialing.from_bytes(raw))
+        return found
+
+    async def connected(self) -> set[PeerId]:
+        """Peers with an open connection. Raises: NetworkFault."""
+        response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), CONTROL_TIMEOUT_S)
+        return {PeerId(ids.base58_encode(info.id)) for info in response.peers}
+
+    def neighbours(self) -> set[PeerId]:
+        """DHT nodes that answered us and are believed to be there."""
+        return {PeerId(peer.to_base58()) for peer in self._dht.protocol.routing_table.peer_id_to_uid} - {self.peer}
+
+    def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
+        """Remember where a peer can be dialled: it may have restarted elsewhere, or be nobody's neighbour yet."""
+        found = tuple(addresses)[: limits.MAX_ADDRESSES]
+        if found and peer != self.peer:
+            self._book[peer] = found
+            self._book.move_to_end(peer)
+            if len(self._book) > MAX_BOOK:
+                self._book.popitem(last=False)
+
+    def known(self) -> list[PeerId]:
+        """Peers whose addresses we remember, the latest last."""
+        return list(self._book)
+
+    async def connect(self, peer: PeerId, addresses: Sequence[str] = (), *, timeout_s: float) -> None:
+        """Dial a peer at these addresses (or wherever libp2p finds it). Raises: NetworkFault: with the reason."""
+        texts = addresses or self._book.get(peer, ())
+        request = p2pd_pb2.ConnectRequest(
+            peer=ids.peer_bytes(peer), addrs=[dialing.to_bytes(_without_peer(text, peer)) for text in texts], timeout=math.ceil(timeout_s)
+        )
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request), timeout_s)
+
+    async def ping(self, peer: PeerId, *, timeout_s: float) -> bool:
+        """A DHT round trip: whether a DHT node answers there. Both sides then know each other."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._dht.protocol.call_ping(PeerID(ids.peer_bytes(peer))) is not None
+        except TimeoutError:
+            return False
+
+    async def look_around(self, *, timeout_s: float) -> None:
+        """Ask neighbours for our nearest nodes, so that the routing table fills and the dead leave it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._dht.find_nearest_nodes([self._dht.node_id])
+
+    # ---- streams ------------------------------------------------------------------------------------------------------------------
+
+    async def open_stream(self, peer: PeerId, kind: str, *, timeout_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A stream to a peer's handler of this kind. It may "succeed" though nobody is there: the first answer proves it.
+
+        Raises: NetworkFault: with the reason.
+        """
+        request = p2pd_pb2.StreamOpenRequest(peer=ids.peer_bytes(peer), proto=[kind], timeout=math.ceil(timeout_s))
+        message = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request)
+        began = asyncio.get_running_loop().time()
+        try:
+            _, reader, writer = await self._talk(message, timeout_s)
+        except NetworkFault:
+            left_s = timeout_s - (asyncio.get_running_loop().time() - began)
+            if peer not in self._book or left_s <= 0:
+                raise
+            await self.connect(peer, timeout_s=left_s)  # libp2p may not know the way, or an old one
+            _, reader, writer = await self._talk(message, max(0.1, timeout_s - (asyncio.get_running_loop().time() - began)))
+        return reader, writer
+
+    async def handle(self, kind: str, handler: Inbound) -> None:
+        """Give inbound streams of a kind to `handler`, which owns and closes them. Raises: NetworkFault."""
+        self._handlers[kind] = handler
+        where = Multiaddr(f"/unix{self._daemon.client_socket}").to_bytes()
+        request = p2pd_pb2.StreamHandlerRequest(addr=where, proto=[kind], balanced=False)
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request), CONTROL_TIMEOUT_S)
+
+    async def _inbound(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A stream from our daemon. It says first who is there, which TLS has proved."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            info = p2pd_pb2.StreamInfo()
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                await read_pbmsg_safe(reader, info)
+            handler = self._handlers.get(info.proto)
+            if handler is not None:
+                await handler(PeerId(ids.base58_encode(info.peer)), reader, writer)
+        except (TimeoutError, OSError, EOFError, ValueError) as error:
+            log.debug("an inbound stream ended before it began: %r", error)
+        finally:
+            self._serving.discard(task)
+            writer.close()
+
+    # ---- the daemon's control socket ----------------------------------------------------------------------------------------------
+
+    async def _ask(self, message: Any, timeout_s: float) -> Any:
+        response, _, writer = await self._talk(message, timeout_s)
+        writer.close()
+        return response
+
+    async def _talk(self, message: Any, timeout_s: float) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
+        """One request on a connection of its own, which stays open. Raises: NetworkFault."""
+        if self.died.is_set():
+            raise NetworkFault(self.reason)
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                reader, writer = await asyncio.open_unix_connection(self._daemon.control_socket, limit=READER_LIMIT_BYTES)
+                await write_pbmsg(writer, message)
+                response = p2pd_pb2.Response()
+                await read_pbmsg_safe(reader, response)
+            if response.type == p2pd_pb2.Response.ERROR:
+                raise NetworkFault(plain_reason(response.error.msg))
+            return response, reader, writer
+        except BaseException as error:
+            if writer is not None:
+                writer.transport.abort()
+            if isinstance(error, TimeoutError):
+                raise NetworkFault(f"no answer within {timeout_s:.3g} s") from None
+            if isinstance(error, OSError | EOFError):
+                raise NetworkFault(f"the libp2p daemon hung up: {self.reason or error}") from None
+            raise
+
+    # ---- records ------------------------------------------------------------------------------------------------------------------
+
+    async def store(self, key: Key, payload: bytes, *, expires_at: float, timeout_s: float) -> bool:
+        """Put our record under `key`. True if another node took it, or if there is no other and we keep it ourselves."""
+        name = (DHTID.generate(source=key), expires_at)
+        self._accepted[name] = 0
+        alone = not self.neighbours()
+        kept = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                kept = await self._dht.store(key, payload, expires_at, subkey=self._identity.peer_bytes)
+        except TimeoutError:
+            log.debug("storing a record took longer than %.3g s", timeout_s)
+        finally:
+            accepted = self._accepted.pop(name)
+        return accepted > 0 or (alone and kept)
+
+    async def get(self, key: Key, *, timeout_s: float) -> list[Sealed]:
+        """The newest verified records under `key`, from all nodes that hold it. Raises: NetworkFault: late, or the daemon is gone."""
+        if self.died.is_set():
+            raise NetworkFault(self.reason)
+        try:
+            async with asyncio.timeout(timeout_s):
+                found = await self._dht.get(key, latest=True)
+        except TimeoutError:
+            raise NetworkFault(f"the DHT did not answer within {timeout_s:.3g} s") from None
+        if found is None or not isinstance(found.value, dict):
+            return []
+        return [
+            Sealed(PeerId(ids.base58_encode(subkey)), item.value, item.expiration_time)
+            for subkey, item in found.value.items()
+            if isinstance(subkey, bytes) and isinstance(item.value, bytes)
+        ]
+
+    def _harden(self, protocol: Any) -> None:
+        """Replace what one hostile or forgetful DHT node could turn against us. Nobody is connected yet."""
+        find, store = protocol.call_find, protocol.call_store
+
+        def keep_sound(key: bytes, dictionary: Any) -> bool:
+            """hivemind refuses a whole dictionary for one bad record, which anybody could put there."""
+            with dictionary.freeze():
+                items = list(dictionary.items())
+            for subkey, (value, expires_at) in items:
+                if self._seals.open(key, protocol.serializer.dumps(subkey), value, expires_at) is None:
+                    del dictionary[subkey]
+            return True
+
+        async def call_find(peer: Any, keys: Any) -> Any:
+            """hivemind believes the expiry that a node claims for a dictionary, and ends its search early for a large one."""
+            found = await find(peer, keys)
+            return found and {key: (_sound(value), nearest) for key, (value, nearest) in found.items()}
+
+        async def call_store(peer: Any, keys: Any, values: Any, expiration_time: Any, *rest: Any, **more: Any) -> Any:
+            """hivemind reports the last node's answer only."""
+            taken = await store(peer, keys, values, expiration_time, *rest, **more)
+            for key, expires_at, ok in zip(keys, expiration_time, taken or (), strict=False):
+                if ok and (key, expires_at) in self._accepted:
+                    self._accepted[key, expires_at] += 1
+            return taken
+
+        protocol.storage = protocol.cache = _Storage()
+        protocol._validate_dictionary = keep_sound
+        protocol.call_find = call_find
+        protocol.call_store = call_store
+
+
+def _sound(found: Any) -> Any:
+    """A found dictionary (of verified records by now) with the expiry that its records really have."""
+    if found is None:
+        return None
+    kept = _Records()
+    for subkey, (value, expires_at) in found.value.items():
+        kept.store(subkey, value, expires_at)
+    return ValueWithExpiration(kept, kept.latest_expiration_time) if kept.data else None
+
+
+def _without_peer(text: str, peer: PeerId) -> str:
+    return text.removesuffix(f"/p2p/{peer}").removesuffix(f"/ipfs/{peer}")
+
+
+def plain_reason(message: str) -> str:
+    """The daemon's error in words for people. Unknown ones are shortened."""
+    lowered = message.lower()
+    for sign, words in (
+        ("connection refused", "nobody listens there (connection refused)"),
+        ("peer id mismatch", "another node answers there: its id is not the one in the address"),
+        ("dial to self", "that is this node itself"),
+        ("no such host", "its name does not exist"),
+        ("network is unreachable", "its network is unreachable"),
+        ("no route to host", "there is no route to it"),
+        ("i/o timeout", "no answer"),
+        ("context deadline exceeded", "no answer"),
+        ("protocols not supported", "it does not speak our protocol"),
+        ("negotiate security protocol", "what answers there is not a libp2p node"),
+        ("routing: not found", "nobody knows where it is"),
+        ("no addresses", "nobody knows where it is"),
+        ("dial backoff", "it did not answer a moment ago"),
+    ):
+        if sign in lowered:
+            return words
+    return " ".join(message.split())[-150:]
+
+
+class _Validator(RecordValidatorBase):  # type: ignore[misc]
+    """hivemind's door to our seals."""
+
+    def __init__(self, seals: Seals) -> None:
+        self._seals = seals
+
+    def validate(self, record: DHTRecord) -> bool:
+        return self._seals.open(record.key, record.subkey, record.value, record.expiration_time) is not None
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        return self._seals.seal(record.key, MSGPackSerializer.loads(record.value), record.expiration_time)
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        return bytes(MSGPackSerializer.dumps(split(record.value)[0]))  # of a record that passed validate
+
+
+class _Records(DictionaryDHTValue):  # type: ignore[misc]
+    """The records under one key. Bounded, and an older copy is refused before hivemind can shorten the newer one's life by it."""
+
+    def store(self, key: Any, value: Any, expiration_time: float) -> bool:
+        held = self.data.get(key)
+        if held is not None and held.expiration_time >= expiration_time:
+            return False
+        if held is None and len(self.data) >= limits.MAX_MEMBERS and len(self) >= limits.MAX_MEMBERS:
+            return False  # who is there stays: a flood of new names cannot push members out
+        return bool(super().store(key, value, expiration_time))
+
+
+MSGPackSerializer._ext_types[_Records] = MSGPackSerializer._ext_types[DictionaryDHTValue]  # the same on the wire
+
+
+class _Storage(DHTLocalStorage):  # type: ignore[misc]
+    """What we keep for others: dictionaries of verified records only, bounded in keys and in all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._added = 0  # new records since the last count, and that count: never less than what is held
+
+    def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        held = self.get(key)
+        if held is None and len(self) >= MAX_KEYS_HELD:
+            return False
+        kept = held.value if held is not None else _Records()
+        if subkey not in kept.data:
+            if self._added >= MAX_RECORDS_HELD:
+                self._added = sum(len(each.value) for each in self.data.values())
+            if self._added >= MAX_RECORDS_HELD:
+                return False
+            self._added += 1
+        if not kept.store(subkey, value, expiration_time):
+            return False
+        if held is None or expiration_time > held.expiration_time:
+            DHTLocalStorage.store(self, key, kept, expiration_time)
+        return True
+
+
+class _Calls(dict[Any, Any]):
+    """Pending calls. hivemind would set the result of a call that was cancelled a moment ago, and lose its only reader by that error."""
+
+    def __contains__(self, key: object) -> bool:
+        call = self.get(key)
+        return call is not None and not call.done()
+
+
+class _ToOurs(logging.Handler):
+    """hivemind's lines, at DEBUG: what it warns about is a swarm's daily life."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log.debug("hivemind: %s", record.getMessage(), exc_info=record.exc_info)
+
+
+def _tame_logging() -> None:
+    """hivemind prints on stderr by itself, past the root logger; let it talk to our debug log."""
+    theirs = logging.getLogger("hivemind")
+    theirs.handlers[:] = [_ToOurs()]
+    theirs.propagate = False
+    theirs.setLevel(logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.CRITICAL)
+
+
+def _tame_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """hivemind starts tasks that nobody awaits; a hostile message can end one by an error. That is a debug line, not a traceback."""
+    before = loop.get_exception_handler()
+    if getattr(before, "tames_hivemind", False):
+        return
+
+    def handler(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        task = context.get("task") or context.get("future")
+        coroutine = task.get_coro() if isinstance(task, asyncio.Task) else None
+        code = getattr(coroutine, "cr_code", None)
+        if code is not None and "/hivemind/" in code.co_filename:
+            log.debug("hivemind: %s: %r", context.get("message"), context.get("exception"))
+        elif before is not None:
+            before(loop, context)
+        else:
+            loop.default_exception_handler(context)
+
+    handler.tames_hivemind = True  # type: ignore[attr-defined]
+    loop.set_exception_handler(handler)
