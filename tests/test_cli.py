@@ -56,7 +56,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Calls:
         calls.append(given)
         return 0
 
-    module("service", run_node=later)
+    module("launch", run_node=later)
     module("client", generate=later, evaluate=later)
     module("doctor", show=at_once)
     return calls
@@ -339,9 +339,9 @@ def test_an_unknown_name_in_the_environment_is_mentioned_but_harmless(
         (["node", "--initial-peers", PEER, "--public", "--relay", PEER], "give one of them"),
         (["node", "--initial-peers", PEER, "--data", "missing.txt"], "no such file or folder"),
         (["node", "--initial-peers", PEER, "--data", "*.nothing"], "no file matches"),
-        (["node", "--initial-peers", PEER, "--data", "hf:"], "needs the data set's name"),
+        (["node", "--initial-peers", PEER, "--data", "hf:"], "write hf:NAME"),
         (["node", "--initial-peers", PEER, "--data", "empty.txt"], "the file is empty"),
-        (["node", "--initial-peers", PEER, "--data", "empty"], "the folder is empty"),
+        (["node", "--initial-peers", PEER, "--data", "empty"], "no files at all"),
         (["node", "--initial-peers", PEER, "--store", "empty.txt"], "is a file; give a folder"),
         (["node", "--initial-peers", PEER, "--identity", "empty"], "is a folder; give the file"),
         (["node", "--new-run", "missing.toml"], "missing.toml: there is no such file"),
@@ -391,7 +391,7 @@ def test_what_goes_wrong_later_keeps_its_exit_code(
     async def fails(*given: Any) -> int:
         raise error("two\nlines of a reason")
 
-    monkeypatch.setattr(blocktrain.node.service, "run_node", fails)  # type: ignore[attr-defined]
+    monkeypatch.setattr(blocktrain.node.launch, "run_node", fails)  # type: ignore[attr-defined]
     assert "two lines of a reason" in refused(capsys, "node", "--initial-peers", PEER, code=code)
 
 

@@ -5,19 +5,13 @@ Whether the block is in range, the data long enough and the device there is chec
 
 from __future__ import annotations
 
-import glob
-import os
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Final
+from collections.abc import Sequence
 
-from blocktrain.node import addresses, dialing, recipe_file
-from blocktrain.node.config import ClientConfig, NodeConfig
+from blocktrain.node import addresses, dialing, recipe_file, sources
+from blocktrain.node.config import ClientConfig, DoctorConfig, NodeConfig
 from blocktrain.protocol import limits
 from blocktrain.protocol.errors import UsageError
 from blocktrain.protocol.manifest import Manifest
-
-_GLOB: Final = frozenset("*?[")
 
 
 def check_node(config: NodeConfig) -> None:
@@ -56,39 +50,32 @@ def check_client(config: ClientConfig) -> None:
     addresses.parse_all(config.initial_peers, "--initial-peers", needs_peer=True)
 
 
-def check_data(sources: Iterable[str]) -> None:
-    """Whether every local source is there and may be read. Raises: UsageError: naming the first that is not."""
-    count = 0
-    for source in sources:
-        count += 1
-        if source == "builtin" or source.startswith("hf:"):
-            if source == "hf:":
-                raise UsageError("--data hf: needs the data set's name: hf:NAME[:CONFIG[:SPLIT[:COLUMN]]]")
-            continue
-        _check_path(source)
-    if not count:
+def check_doctor(config: DoctorConfig) -> None:
+    """Raises: UsageError: what cannot even be tried."""
+    addresses.parse_all(config.initial_peers, "--initial-peers", needs_peer=True)
+    addresses.parse_all(config.host_maddrs, "--host-maddrs")
+    _check_device(config.device)
+
+
+def check_data(given: Sequence[str]) -> None:
+    """Whether every local source is there, may be read and has something in it. Raises: UsageError: naming the first that has not."""
+    if not given:
         raise UsageError("--data needs a source: files, folders, globs, builtin or hf:NAME")
+    for source in given:
+        if source.startswith(sources.HUGGING_FACE):
+            sources.parse_data_set(source)
+        elif not has_name(source):
+            sources.find_files(source)
+
+
+def has_name(source: str) -> bool:
+    """Whether a data source is one of those with a name, rather than something on the disk."""
+    return source in (sources.BUILTIN, sources.GENSIM) or source.startswith(sources.HUGGING_FACE)
 
 
 def _check_block(block: int | None, manifest: Manifest) -> None:
     if block is not None and block >= manifest.blocks:
         raise UsageError(f"--block {block}: run {manifest.name} has {manifest.blocks} blocks, 0 to {manifest.blocks - 1}")
-
-
-def _check_path(source: str) -> None:
-    path = Path(source).expanduser()
-    if not path.exists() and _GLOB & set(source):
-        if next(glob.iglob(str(path), recursive=True), None) is None:
-            raise UsageError(f"--data {source}: no file matches")
-        return
-    if not path.exists():
-        raise UsageError(f"--data {source}: there is no such file or folder")
-    if not os.access(path, os.R_OK):
-        raise UsageError(f"--data {source}: it may not be read by this user")
-    if path.is_file() and path.stat().st_size == 0:
-        raise UsageError(f"--data {source}: the file is empty")
-    if path.is_dir() and next(path.iterdir(), None) is None:
-        raise UsageError(f"--data {source}: the folder is empty")
 
 
 def _check_device(device: str) -> None:

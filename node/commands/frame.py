@@ -50,6 +50,11 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
+def colourful(stream: TextIO) -> bool:
+    """Whether colours are welcome there: a terminal, and no NO_COLOR (https://no-color.org)."""
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
 def _call(app: App, argv: Sequence[str]) -> int:
     try:
         result = app(list(argv), exit_on_error=False, print_error=False)

@@ -14,6 +14,6 @@ def node_(settings: NodeConfig | None = None, *, config: ConfigFile = None) -> i
     """
     settings = settings or NodeConfig()
     checks.check_node(settings)
-    from blocktrain.node import runtime, service
+    from blocktrain.node import launch, runtime
 
-    return runtime.run(lambda real: service.run_node(settings, real))
+    return runtime.run(lambda real: launch.run_node(settings, real))

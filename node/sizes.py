@@ -1,0 +1,60 @@
+"""What a block of a run needs, reckoned from its manifest alone: parameters, memory, disk and bytes on the wire.
+
+Stands apart from compute/ so that `doctor` and a node can say "this does not fit" before torch is imported. The parameter count is exact
+(a test compares it with the real block); the memory is a sum of the buffers that a node holds at its peak, rounded up by what is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from blocktrain.protocol.manifest import Manifest
+
+PROCESS_BYTES: Final = 450 * 1024**2  # Python with torch, and the libp2p daemon beside it
+_TRAINING: Final = 16  # bytes a parameter, float32: weights, gradients, two moments
+_STATES: Final = 8  # the published state and the serving copy; on a GPU, a snapshot and the serving copy
+_EXCHANGE: Final = 20  # at the peak of one: our snapshot, theirs, the merge, and both as they travel
+_ACTIVATIONS: Final = 60  # bytes per layer, position and width that a backward pass keeps in float32, attention recomputed
+_LOGITS: Final = 12  # bytes per position and token of the vocabulary: logits, their softmax and gradient
+_CHECKPOINT: Final = 12  # weights and two moments
+_CHECKPOINTS: Final = 3  # the newest, the one before, and the one being written
+_WINDOW_OFFSETS: Final = 31  # compute/model.py: Off, one row for each distance inside a window
+_TIME: Final = 64  # compute/model.py: width of the noise level's small network
+_FREQUENCIES: Final = 32  # its cosines and sines
+CODEC_BYTES: Final = {"fp32": 4.0, "bf16": 2.0, "int8": 1.02}  # per parameter
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Of one node that holds one block. All in bytes but `parameters`."""
+
+    parameters: int
+    optimizer: int  # parameters, gradients and moments
+    memory: int  # all of it, at the peak, process included
+    gpu: int  # the part of it that lies on a GPU, where one trains
+    disk: int
+    exchange: int  # in each direction, of one exchange
+
+
+def parameters(manifest: Manifest) -> int:
+    """Parameters of one block."""
+    width, layers, vocabulary = manifest.model.width, manifest.model.layers, manifest.model.vocabulary
+    tables = 2 * vocabulary * width + _WINDOW_OFFSETS * width + width
+    noise = width * width + _TIME * _FREQUENCIES + _TIME + width * _TIME + width
+    return tables + noise + layers * (12 * width * width + 2 * width)
+
+
+def needs(manifest: Manifest, codec: str = "bf16") -> Needs:
+    """Raises: KeyError: a codec whose size depends on the data (sparse)."""
+    count = parameters(manifest)
+    positions = manifest.optimizer.batch // manifest.optimizer.accumulate * manifest.model.context
+    work = positions * (_ACTIVATIONS * manifest.model.layers * manifest.model.width + _LOGITS * manifest.model.vocabulary)
+    return Needs(
+        parameters=count,
+        optimizer=_TRAINING * count,
+        memory=PROCESS_BYTES + (_TRAINING + _STATES + _EXCHANGE) * count + work,
+        gpu=(_TRAINING + _STATES) * count + work,
+        disk=_CHECKPOINTS * _CHECKPOINT * count,
+        exchange=round(CODEC_BYTES[codec] * count),
+    )
