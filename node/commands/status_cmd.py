@@ -39,9 +39,9 @@ def status_(client: ClientConfig | None = None, view: StatusConfig | None = None
 
 
 async def _ask_swarm(client: ClientConfig, view: StatusConfig, real: Runtime) -> int:
-    from blocktrain.node import client as swarm
+    from blocktrain.node import survey
 
-    _show(await swarm.statuses(client, real), view)
+    _show(await survey.statuses(client, real), view)
     return 0
 
 
