@@ -1,0 +1,105 @@
+"""The program `blocktrain-sim`: a swarm of real processes on this machine, and the benches. A command imports what it needs when run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
+
+from blocktrain.node.commands import frame
+from blocktrain.protocol.errors import UsageError
+
+HELP: Final = "Simulate swarms on this machine, and measure them."
+BENCH_HELP: Final = """Measure. The numbers are printed as a table, and written with --json as flat keys, with settings and seeds.
+
+A part that could not run gives null, and exit code 1."""
+Many = Annotated[tuple[str, ...], Parameter(consume_multiple=True)]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions:
+    """`blocktrain-sim local`."""
+
+    blocks: Annotated[
+        int | None, Parameter(validator=Number(gte=1, lte=64), help="How many blocks the model has; without it, as many as the recipe.")
+    ] = None
+    replicas: Annotated[int, Parameter(validator=Number(gte=1, lte=64), help="How many nodes hold each block.")] = 2
+    minutes: Annotated[
+        float, Parameter(validator=Number(gt=0, lte=100_000), help="About how long everything takes, start and end included.")
+    ] = 4.0
+    recipe: Annotated[Path, Parameter(help="The run: a run.toml, or the name of a recipe that comes with blocktrain.")] = Path("tiny")
+    data: Annotated[Many, Parameter(help="Text to train on: as for blocktrain-node.")] = ("builtin",)
+    prompt: Annotated[str, Parameter(help="What the text at the end begins with.")] = "The "
+    kill: Annotated[bool, Parameter(negative="--no-kill", help="Kill one replica in the middle and let another take its place.")] = True
+    out: Annotated[Path | None, Parameter(help="Folder for logs, checkpoints, plot and summary; without it, a new one in this folder.")] = (
+        None
+    )
+    json: Annotated[Path | None, Parameter(help="Write the summary here as well; - is standard output.")] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What all benches have in common."""
+
+    brief: Annotated[bool, Parameter(help="At most two minutes, at less precision.")] = False
+    parts: Annotated[Many, Parameter(help="Only these parts of the bench.")] = ()
+    seeds: Annotated[
+        int | None, Parameter(validator=Number(gte=1, lte=1000), help="How many seeds (0 … N-1), where a bench has seeds.")
+    ] = None
+    json: Annotated[Path | None, Parameter(help="Write the numbers here; - is standard output.")] = None
+
+
+def simulator() -> App:
+    """The program."""
+    app = frame.new_app("blocktrain-sim", HELP)
+    app.command(local)
+    bench = App(name="bench", help=BENCH_HELP)
+    for name, command in BENCHES.items():
+        bench.command(command, name=name)
+    app.command(bench)
+    return app
+
+
+def local(options: LocalOptions = LocalOptions()) -> int:
+    """Run a real swarm of processes on this machine, kill one of them, and let the chain write a text.
+
+    Exits with 0 only if everything happened: all met, all averaged, the loss fell, the others carried on after the kill and the block was
+    served, a replacement took the swarm's state, the text was written, no traceback was logged and no process was left behind.
+    """
+    from blocktrain.swarm_sim import local_cmd
+
+    return local_cmd.local(options)
+
+
+def bench_node(options: BenchOptions = BenchOptions()) -> int:
+    """What being a node costs: training speed beside a bare loop, the time to join, the optimiser's memory."""
+    from blocktrain.swarm_sim import bench_node, benches
+
+    return benches.command(bench_node.BENCH, options)
+
+
+def bench_all(options: BenchOptions = BenchOptions()) -> int:
+    """Every bench, one after the other. Keys of the JSON begin with the bench's name and a dot."""
+    from blocktrain.swarm_sim import bench_node, benches
+
+    if options.parts:
+        raise UsageError("--parts chooses among the parts of one bench: name it instead of `all`")
+    return benches.commands([bench_node.BENCH], options)
+
+
+BENCHES: Final = {"node": bench_node, "all": bench_all}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return frame.run(simulator(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""`blocktrain-sim local`: the whole life of a swarm, as real processes on this machine, each step checked.
+
+A host and its joiners meet; the untrained chain is measured; they train and average; one is killed in the middle, and the others carry on;
+a replacement joins and takes the state from the swarm; the chain is measured again and writes a text; all end, and nothing is left behind.
+The story stops at the first thing that does not happen. It sees what users see: status lines, logs, exit codes, and what clients print.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from blocktrain.node.commands import checks
+from blocktrain.protocol.errors import UsageError
+from blocktrain.swarm_sim import recipe
+from blocktrain.swarm_sim.cluster import Cluster, Member, Run, number
+from blocktrain.swarm_sim.display import Display
+from blocktrain.swarm_sim.plots import Point
+from blocktrain.swarm_sim.processes import Child, Children, Ending, Failure, Interrupted, Patience, Programs, Status, installed
+from blocktrain.swarm_sim.report import Report
+
+PHASES: Final = ("start", "meet", "measure before", "train", "kill one", "rejoin", "train on", "measure after", "stop")
+KILL_AT: Final = 0.4  # of the training time
+SERVED_BYTES: Final = 16  # a short text is proof enough that the chain is whole
+STOP_RESERVE_S: Final = 8.0  # to end six nodes and draw a picture
+DOWNLOADED: Final = b"downloaded the state of round"  # what a node logs when it has
+MIN_TRAIN_S: Final = 0.5  # however short the run shall be
+POINT_S: Final = 1.0  # two points of a node in the plot are at least this far apart
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What may be chosen. `out` gets everything that the run leaves; it must be new or empty."""
+
+    out: Path
+    blocks: int | None = None  # None: as the recipe has it
+    replicas: int = 2
+    minutes: float = 4.0
+    recipe: Path = Path("tiny")
+    data: tuple[str, ...] = ("builtin",)
+    prompt: str = "The "
+    length: int = 200  # bytes to generate
+    windows: int = 64  # held-out windows to measure on
+    kill: bool = True
+
+
+def check(settings: Settings) -> Settings:
+    """The settings with absolute paths, since children have another working folder.
+
+    Raises: UsageError: in one line, what cannot be and what can.
+    """
+    if settings.kill and settings.replicas < 2:
+        raise UsageError("killing one replica needs a second one of its block: give --replicas 2 or more, or --no-kill")
+    if not settings.prompt:
+        raise UsageError("--prompt is empty: the model continues a text of at least one byte")
+    checks.check_data(settings.data)
+    data = tuple(source if source == "builtin" or source.startswith("hf:") else str(Path(source).absolute()) for source in settings.data)
+    out = settings.out.absolute()
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UsageError(f"--out {settings.out} is not an empty folder: give a new one, so that two runs are not mixed up")
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {settings.out} cannot be written: {error.strerror}") from error
+    return replace(settings, out=out, data=data)
+
+
+def run(settings: Settings, programs: Programs | None = None, patience: Patience = Patience()) -> Report:
+    """Tell the story and return what happened, as far as it went. No process of it is left, whatever happened.
+
+    Raises: UsageError: the settings cannot be.
+    """
+    settings = check(settings)
+    run_file = recipe.write(settings.recipe, settings.out / "run.toml", blocks=settings.blocks, minutes=settings.minutes)
+    report = Report(settings.out, _as_keys(settings, run_file.blocks))
+    Story(settings, programs or installed(), run_file, report, patience).tell()
+    return report
+
+
+class Story:
+    """One run, phase by phase."""
+
+    def __init__(self, settings: Settings, programs: Programs, run_file: recipe.RunFile, report: Report, patience: Patience) -> None:
+        self._settings = settings
+        self._blocks = run_file.blocks
+        self._report = report
+        self._patience = patience
+        self._children = Children(settings.out, self._heard, self._poll, patience)
+        self._cluster = Cluster(self._children, programs, Run(run_file.path, settings.data))
+        self._display = Display(lambda: self._cluster.members, PHASES, settings.minutes * 60)
+        self._begun = time.monotonic()
+        self._last_point: dict[str, float] = {}
+
+    def tell(self) -> None:
+        """Everything, in order; what goes wrong on the way stands in the report."""
+        report = self._report
+        with self._display, self._children:
+            try:
+                self._all()
+            except Failure as failure:
+                report.fail(str(failure))
+            except Interrupted:
+                report.interrupted = True
+            self._display.phase("stop")
+            self._end(self._children.stop())
+
+    def _all(self) -> None:
+        self._start()
+        measuring_s = self._measure_before()
+        self._cluster.resume()
+        begun = self._now()
+        # What comes after training takes about as long as the first measurement did, twice over on a machine that is busy training.
+        until = max(begun + MIN_TRAIN_S, self._settings.minutes * 60 - 2.5 * measuring_s - STOP_RESERVE_S)
+        self._display.phase("train")
+        self._train(begun + KILL_AT * (until - begun))
+        if self._settings.kill:
+            self._kill_one_and_replace_it()
+        self._display.phase("train on")
+        self._children.run(max(MIN_TRAIN_S, until - self._now()))
+        self._measure_after()
+
+    def _start(self) -> None:
+        settings, display = self._settings, self._display
+        display.phase("start")
+        display.say(f"{self._blocks} blocks x {settings.replicas} replicas, about {settings.minutes:g} min; logs in {self._children.logs}")
+        self._cluster.start_host()
+        display.say(f"the host listens at {self._cluster.address()}")
+        for copy in range(settings.replicas):
+            for block in range(self._blocks):
+                if (copy, block) != (0, 0):
+                    self._cluster.join(block)
+        display.phase("meet")
+        self._cluster.wait_met()
+        self._report.met_s = self._now()
+        display.say(f"all {len(self._cluster.members)} nodes see each other")
+
+    def _measure_before(self) -> float:
+        """The loss of the chain as it starts. Returns the seconds that measuring took."""
+        self._display.phase("measure before")
+        began = self._now()
+        answer = self._cluster.ask("eval-before", self._eval())
+        self._report.before(self._now(), *self._loss_of("eval-before", answer))
+        self._display.say(f"the untrained chain has {self._report.loss_before:.3f} nats per token on held-out text")
+        return self._now() - began
+
+    def _train(self, until: float) -> None:
+        """Let everybody train until then, and longer if some block has not yet averaged anything."""
+        self._children.run(max(0.0, until - self._now()))
+        if self._settings.replicas > 1:
+            self._children.wait(lambda: not self._not_averaged(), self._patience.exchange_s, self._which_not_averaged)
+
+    def _kill_one_and_replace_it(self) -> None:
+        """SIGKILL one replica, the last of the last block, which is never the host; see that all goes on; start another."""
+        cluster, display, report = self._cluster, self._display, self._report
+        display.phase("kill one")
+        victim = cluster.holders(cluster.blocks - 1)[-1]
+        cluster.kill(victim)
+        report.killed, report.killed_at_s = victim.label, self._now()
+        display.say(f"killed {victim.label} (SIGKILL), which held block {victim.block}")
+        before = {member.label: member.number("round") for member in cluster.living}
+        text = cluster.ask("generate-after-kill", self._generate(SERVED_BYTES))
+        if not text.get("text"):
+            raise Failure(f"block {victim.block} was not served after {victim.label} was killed: the chain gave no text")
+        display.say(f"block {victim.block} is still served: the chain wrote {text['text']!r}")
+
+        def behind() -> list[str]:
+            return [member.label for member in cluster.living if member.number("round") <= before[member.label]]
+
+        self._children.wait(
+            lambda: not behind(), self._patience.carry_on_s, lambda: f"after the kill {', '.join(behind())} did not make a round more"
+        )
+        display.say(f"the other {len(before)} nodes carry on")
+        self._rejoin(victim)
+
+    def _rejoin(self, victim: Member) -> None:
+        cluster, display, report = self._cluster, self._display, self._report
+        display.phase("rejoin")
+        began = self._now()
+        goal = max(holder.number("round") for holder in cluster.holders(victim.block))
+        member = cluster.join(victim.block, paused=False)
+
+        def downloaded() -> bool:
+            # The round alone would not tell a download from a merge with somebody who is ahead.
+            return member.number("round") >= goal and DOWNLOADED in member.child.log.read_bytes()
+
+        what = f"{member.label} did not take the state of round {goal:.0f} or later from the swarm"
+        self._children.wait(
+            downloaded, self._patience.rejoin_s, lambda: f"{what} (its phase is {member.phase!r}, its round {member.number('round'):.0f})"
+        )
+        report.rejoined, report.rejoined_at_s, report.rejoin_s = member.label, self._now(), self._now() - began
+        display.say(f"{member.label} took the state of round {member.number('round'):.0f} after {report.rejoin_s:.1f} s")
+        what = f"{member.label} was not accepted in an exchange"
+        self._children.wait(lambda: member.number("accepted") > 0, self._patience.rejoin_s, what)
+        display.say(f"{member.label} averages with the others")
+
+    def _measure_after(self) -> None:
+        """The chain's loss and a text, asked for at once: both mostly wait for their turn on a busy machine."""
+        cluster, display, report, settings = self._cluster, self._display, self._report, self._settings
+        display.phase("measure after")
+        clients = [cluster.start_client("eval-after", self._eval()), cluster.start_client("generate", self._generate(settings.length))]
+        measured, written = (cluster.answer(client) for client in clients)
+        report.after(self._now(), *self._loss_of("eval-after", measured))
+        display.say(f"the trained chain has {report.loss_after:.3f} nats per token on held-out text")
+        report.wrote(settings.prompt, written)
+        if report.loss_after >= report.loss_before:
+            raise Failure(f"training did not help: the chain's loss was {report.loss_before:.3f} and is {report.loss_after:.3f}")
+        if report.text_bytes != settings.length:
+            raise Failure(f"the chain wrote {report.text_bytes} bytes instead of {settings.length}")
+
+    def _end(self, ending: Ending) -> None:
+        """The last look at what the nodes said, and at what is left."""
+        cluster, report = self._cluster, self._report
+        report.count(cluster.members, self._now())
+        report.ended(ending, self._children.tracebacks())
+
+    def _eval(self) -> list[str]:
+        return ["eval", "--data", *self._settings.data, "--windows", str(self._settings.windows)]
+
+    def _generate(self, length: int) -> list[str]:
+        return ["generate", "--prompt", self._settings.prompt, "--max-tokens", str(length), "--seed", "0"]
+
+    def _loss_of(self, label: str, answer: dict[str, Any]) -> tuple[float, list[float]]:
+        """(the chain's loss, that of each block alone). Raises: Failure: the chain was not whole."""
+        loss = number(answer, "loss")
+        blocks = answer.get("blocks")
+        if loss is None:
+            raise Failure(f"{label} gave no loss: {str(answer)[:200]}")
+        alone = [float(value) for value in blocks if isinstance(value, int | float)] if isinstance(blocks, list) else []
+        return loss, alone
+
+    def _not_averaged(self) -> list[int]:
+        cluster = self._cluster
+        return [block for block in range(cluster.blocks) if not any(member.number("accepted") for member in cluster.holders(block))]
+
+    def _which_not_averaged(self) -> str:
+        return f"no exchange was accepted in block {', '.join(map(str, self._not_averaged()))}"
+
+    def _heard(self, child: Child, status: Status) -> None:
+        """A point of the plot, where the last one is old enough."""
+        member = next((member for member in self._cluster.members if member.child is child), None)
+        at_s = self._now()
+        if member is None or at_s - self._last_point.get(child.label, -POINT_S) < POINT_S:
+            return
+        self._last_point[child.label] = at_s
+        loss, heldout = number(status, "loss"), number(status, "heldout")
+        self._report.points.append(
+            Point(at_s, child.label, member.block, int(member.number("round")), int(member.number("steps")), loss, heldout)
+        )
+
+    def _poll(self) -> None:
+        self._display.poll()
+
+    def _now(self) -> float:
+        return time.monotonic() - self._begun
+
+
+def _as_keys(settings: Settings, blocks: int) -> dict[str, object]:
+    """The settings as the JSON's keys."""
+    return {
+        "blocks": blocks,
+        "replicas": settings.replicas,
+        "minutes": settings.minutes,
+        "recipe": str(settings.recipe),
+        "data": list(settings.data),
+        "windows": settings.windows,
+        "kill": settings.kill,
+        "text_seed": 0,
+    }
