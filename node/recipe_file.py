@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Final, get_type_hints
 
@@ -75,7 +76,7 @@ def parse_recipe(text: str, where: str, folder: Path | None = None) -> Manifest:
         raise UsageError(f"{where}: {error.why}{_remedy(table)}") from None
 
 
-def _folder() -> Any:
+def _folder() -> Traversable:
     return resources.files("blocktrain.node") / "recipes"
 
 
