@@ -14,8 +14,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from blocktrain.node.network import Net, open_network
-
 from blocktrain import __version__
 from blocktrain.node import identity as identities
 from blocktrain.node import logs
@@ -26,6 +24,7 @@ from blocktrain.node.config import Network as NetworkConfig
 from blocktrain.node.join import find_run
 from blocktrain.node.launch import AGENT, look
 from blocktrain.node.local import read_local
+from blocktrain.node.network import Net, open_network
 from blocktrain.node.runtime import Runtime
 from blocktrain.node.traversal import Report, SwarmChain
 from blocktrain.protocol.errors import NoPeers, UsageError
@@ -58,9 +57,11 @@ class SwarmClient:
         initial_peers = config.initial_peers or _local_addresses(runtime)
         network = NetworkConfig(initial_peers=initial_peers, daemon_start_timeout_s=config.daemon_start_timeout_s)
         with identities.temporary() as nobody:
-            async with open_network(network, nobody, Greeting(None, AGENT), runtime.clock, children=runtime.children, client=True) as net:
+            async with open_network(
+                network, nobody, Greeting(None, AGENT), runtime.clock, children=runtime.children, client_mode=True
+            ) as net:
                 manifest = await find_run(net.directory, net.transport, config.run, timeout_s=config.timeout_s)
-                net.transport.greet(Greeting(manifest, AGENT))
+                net.transport.greeting = Greeting(manifest, AGENT)
                 client = cls(net, manifest, Members(manifest.run, manifest.blocks, net.directory.peer), runtime)
                 await client.look()
                 yield client
@@ -149,11 +150,14 @@ async def generate(config: ClientConfig, wish: GenerateConfig, prompt: bytes, ru
 
 async def evaluate(config: ClientConfig, wish: EvalConfig, runtime: Runtime) -> int:
     """`blocktrain eval`: the loss of the living chain on held-out text."""
-    from blocktrain.node.data import heldout_windows
+    from blocktrain.node.data import load_tokens
+    from blocktrain.node.tokenizer import load_tokenizer
 
     logs.setup("warning")
     async with SwarmClient.connect(config, runtime) as swarm:
-        windows = await asyncio.to_thread(heldout_windows, wish.data, swarm.manifest, wish.windows)
+        tokenizer = load_tokenizer(swarm.manifest.tokenizer, swarm.manifest.model.vocabulary)
+        corpus = await asyncio.to_thread(load_tokens, wish.data, tokenizer, swarm.manifest.model.context)
+        windows = corpus.heldout_windows(wish.windows)
         began = time.monotonic()
         loss, report = await swarm.loss(windows.tolist())
         seconds = time.monotonic() - began

@@ -1,8 +1,8 @@
 """From a config to a running node, and back to a clean machine: `run_node`, what `blocktrain-node` does.
 
-In this order, so that every mistake is found before anything that costs: the recipe or (through a short-lived client connection) the run that
-the initial peers know; the block; the store and the identity in it; the data; the network; the block itself in memory. Then the service lives
-until it is told to stop. Every step is a context, so whatever was opened is closed in reverse, also when a later step fails.
+In this order, so that every mistake is found before anything that costs: the recipe or (through a short-lived client connection) the run
+that the initial peers know; the block; the store and the identity in it; the data; the network; the block itself in memory. Then the
+service lives until it is told to stop. Every step is a context, so what was opened is closed in reverse, also when a later step fails.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import signal
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
-
-from blocktrain.node.network import Net, open_network
+from typing import TYPE_CHECKING, Any
 
 from blocktrain import __version__
 from blocktrain.node import identity as identities
@@ -23,16 +24,20 @@ from blocktrain.node import logs
 from blocktrain.node.config import NodeConfig
 from blocktrain.node.join import find_run
 from blocktrain.node.local import StatusFile
+from blocktrain.node.network import Net, open_network
 from blocktrain.node.runtime import Runtime
 from blocktrain.node.service import Node, Parts
-from blocktrain.node.snapshot import Static, build
+from blocktrain.node.snapshot import Clocks, Static, build
 from blocktrain.node.status import Status, one_line
 from blocktrain.node.store import Store
-from blocktrain.protocol.errors import UsageError
+from blocktrain.protocol.errors import Unreachable, UsageError
 from blocktrain.protocol.handshake import Greeting
 from blocktrain.protocol.ids import short
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.membership import Members
+
+if TYPE_CHECKING:
+    from blocktrain.node.compute.assemble import Prepared
 
 log = logging.getLogger("blocktrain.node")
 
@@ -78,7 +83,7 @@ async def _plan(config: NodeConfig, runtime: Runtime) -> Plan:
     else:
         with identities.temporary() as nobody:
             greeting = Greeting(None, AGENT)
-            async with open_network(config.network, nobody, greeting, runtime.clock, client=True) as net:
+            async with open_network(config.network, nobody, greeting, runtime.clock, client_mode=True, children=runtime.children) as net:
                 manifest = await find_run(net.directory, net.transport, config.run, timeout_s=FIND_TIMEOUT_S)
                 if block is None:
                     block = await _most_needed(net, manifest, runtime)
@@ -126,51 +131,45 @@ async def _open(config: NodeConfig, plan: Plan, runtime: Runtime) -> AsyncIterat
         # The network and the block do not need each other: torch is imported and weights are read while the daemon starts.
         preparing = asyncio.create_task(asyncio.to_thread(_prepare, config, plan, store, who.peer_id), name="prepare")
         stack.push_async_callback(_settled, preparing)
-        greeting = Greeting(manifest, AGENT, config.gossip.topology)
+        clocks = Clocks()
         net = await stack.enter_async_context(
-            open_network(config.network, who, greeting, runtime.clock, children=runtime.children, known_peers=store.load_peers())
+            open_network(
+                config.network,
+                who,
+                Greeting(manifest, AGENT, config.gossip.topology),
+                runtime.clock,
+                children=runtime.children,
+                on_hello=clocks.met,
+            )
         )
         prepared = await preparing
-        replica, server = prepared.start()
+        stack.push_async_callback(prepared.replica.stop)
+        server = prepared.start()
         stack.push_async_callback(server.stop)
-        stack.push_async_callback(replica.stop)
-        parts = Parts(net.transport, net.directory, replica, server)
         static = Static(
             name=config.name or short(who.peer_id),
             device=prepared.device,
             data=prepared.data,
             store=store,
             net=net,
+            clocks=clocks,
             started_at=runtime.clock(),
             fresh=prepared.fresh,
         )
-        node = Node(
-            config,
-            manifest,
-            block,
-            parts,
-            clock=runtime.clock,
-            rng=runtime.rng,
-            status_json=lambda: build(node, static, runtime.clock()).to_json(),
-        )
+
+        def status_json() -> str:
+            return build(node, static, runtime.clock()).to_json()
+
+        parts = Parts(net.transport, net.directory, prepared.replica, server)
+        node = Node(config, manifest, block, parts, clock=runtime.clock, rng=runtime.rng, status_json=status_json)
         yield node, static
 
 
-@dataclass
-class Prepared:
-    """The block in memory, ready to start its threads on the loop."""
-
-    start: Callable[[], tuple[Any, Any]]
-    device: str
-    data: str
-    fresh: bool
-
-
 def _prepare(config: NodeConfig, plan: Plan, store: Store, peer: str) -> Prepared:
-    """Import torch, read the data, build the block, restore its checkpoint. In a thread: it takes seconds."""
+    """In a thread: importing torch, reading data and building the block take seconds."""
     from blocktrain.node.compute.assemble import assemble
 
-    return assemble(config, plan.manifest, plan.block, store, peer)
+    return assemble(config.training, plan.manifest, plan.block, store, peer)
 
 
 async def _settled(task: asyncio.Task[Any]) -> None:
@@ -196,17 +195,18 @@ async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> int
         asyncio.create_task(wait(runtime.stop.wait(), "stopping: saving and leaving")),
         asyncio.create_task(wait(node.rounds_done.wait(), "the rounds that were asked for are done")),
         asyncio.create_task(fail(node.failure())),
-        asyncio.create_task(fail(static.net.failure())),
+        asyncio.create_task(fail(_daemon_died(static.net))),
         asyncio.create_task(talk.repeat()),
         asyncio.create_task(_checkpoints(node, static)),
     ]
     log.info("block %d of run %s; this node is %s", node.block, node.manifest.name, node.me)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, node.resume)
     try:
         await node.run(stop, fresh=static.fresh)
-        await node.parts.replica.stop()
-        if node.parts.replica.published().round or node.parts.replica.progress().steps:
+        if not end and (node.parts.replica.published().round or node.parts.replica.progress().steps):
             await node.parts.replica.save()
     finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
         for helper in helpers:
             helper.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
@@ -214,6 +214,11 @@ async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> int
     if end:
         raise end[0]
     return 0
+
+
+async def _daemon_died(net: Net) -> BaseException:
+    await net.died.wait()
+    return Unreachable(f"the libp2p daemon ended: {net.reason}; start the node again, its state is saved")
 
 
 async def _checkpoints(node: Node, static: Static) -> None:
@@ -279,8 +284,6 @@ class Talk:
             await asyncio.sleep(STATUS_EVERY_S)
 
     def _starting(self) -> Status:
-        import os
-
         now, plan = self._runtime.clock(), self._plan
         return Status(
             run=plan.manifest.run.hex() if plan else "",

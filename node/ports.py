@@ -5,12 +5,12 @@ All waiting has a deadline, given by the caller in seconds. Errors: `NetworkFaul
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from blocktrain.protocol.acceptance import Measures
+from blocktrain.protocol.errors import BlocktrainError
 from blocktrain.protocol.ids import Digest, PeerId, RunId
 from blocktrain.protocol.messages import Message, Step
 from blocktrain.protocol.records import Announcement, RunRecord, Seen
@@ -130,9 +130,8 @@ class Progress:
 class Replica(Protocol):
     """One block in training. Methods may be called from the event loop only; work happens in compute's threads."""
 
-    @property
-    def failed(self) -> asyncio.Future[BaseException]:
-        """Done when training cannot go on, with the reason."""
+    async def failed(self) -> BlocktrainError:
+        """Wait until training cannot go on; the reason, for one line."""
         ...
 
     def published(self) -> Published: ...

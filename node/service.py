@@ -85,7 +85,9 @@ class Node:
         self._tasks: asyncio.TaskGroup | None = None
         self._offers: dict[bytes, asyncio.Task[None]] = {}
         self._poke = asyncio.Event()
+        self._may_train = False  # the core said so
         self._training = False
+        self.paused = config.training.paused
         self._start_round = 0
         self.rounds_done = asyncio.Event()  # set when `--rounds` are done
         self.announced = asyncio.Event()  # set after the first announcement was stored
@@ -136,8 +138,12 @@ class Node:
 
     async def failure(self) -> BaseException:
         """Waits for what ends the node against its will: training that cannot go on, or a bug."""
-        await asyncio.wait({self.fatal, self.parts.replica.failed}, return_when=asyncio.FIRST_COMPLETED)
-        return next(future.result() for future in (self.fatal, self.parts.replica.failed) if future.done())
+        training = asyncio.create_task(self.parts.replica.failed(), name="training failed")
+        try:
+            await asyncio.wait((self.fatal, training), return_when=asyncio.FIRST_COMPLETED)
+            return self.fatal.result() if self.fatal.done() else training.result()
+        finally:
+            training.cancel()
 
     # ---- facts in, decisions out ------------------------------------------------------------------------------------------------
 
@@ -192,7 +198,16 @@ class Node:
     # ---- training and exchanges -------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        if not self._training:
+        self._may_train = True
+        self._start_training()
+
+    def resume(self) -> None:
+        """Begin to train, where `--paused` held that back."""
+        self.paused = False
+        self._start_training()
+
+    def _start_training(self) -> None:
+        if self._may_train and not self.paused and not self._training:
             self._training = True
             self.parts.replica.start(lambda: self.tell(f.Trained()))
 

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import os
+import statistics
+from collections import OrderedDict
 from dataclasses import dataclass
 
-from blocktrain.node.network import Net
-
 from blocktrain import __version__
+from blocktrain.node.network import Net
 from blocktrain.node.service import Node
 from blocktrain.node.status import PeerStatus, Status
 from blocktrain.node.store import Store
+from blocktrain.node.transport import Met
+
+MAX_CLOCKS = 32
+
+
+class Clocks:
+    """The clocks of the peers whose hellos we got, against ours: at most one reading a peer, of the last few peers."""
+
+    def __init__(self) -> None:
+        self._skews: OrderedDict[str, float] = OrderedDict()
+
+    def met(self, met: Met) -> None:
+        self._skews[met.peer] = met.skew_s
+        self._skews.move_to_end(met.peer)
+        while len(self._skews) > MAX_CLOCKS:
+            self._skews.popitem(last=False)
+
+    def skew_s(self) -> float | None:
+        """The peers' median clock minus ours, in seconds."""
+        return statistics.median(self._skews.values()) if self._skews else None
 
 
 @dataclass(frozen=True)
@@ -22,6 +43,7 @@ class Static:
     data: str
     store: Store
     net: Net
+    clocks: Clocks
     started_at: float
     fresh: bool  # no checkpoint was found: the untrained start
 
@@ -31,6 +53,8 @@ def build(node: Node, static: Static, now: float) -> Status:
     core, members = node.core, node.core.members
     published, progress = node.parts.replica.published(), node.parts.replica.progress()
     phase, waiting_for, phase_s, then = core.waiting(now)
+    if node.paused and phase == "training":
+        phase, waiting_for, then = "paused", "SIGUSR1", "training"
     counters = core.counters
     return Status(
         run=node.manifest.run.hex(),
@@ -69,8 +93,8 @@ def build(node: Node, static: Static, now: float) -> Status:
         one_sided=counters.one_sided,
         declined=counters.declined,
         own_rounds=counters.own_rounds,
-        bytes_in=static.net.transport.bytes_in,
-        bytes_out=static.net.transport.bytes_out,
+        bytes_in=static.net.transport.traffic.bytes_in,
+        bytes_out=static.net.transport.traffic.bytes_out,
         served_tokens=node.holder.tokens_served,
         sessions=node.holder.sessions(),
         phase=phase,
@@ -78,7 +102,7 @@ def build(node: Node, static: Static, now: float) -> Status:
         phase_s=phase_s,
         next_action=then,
         addresses=tuple(static.net.directory.addresses()),
-        skew_s=static.net.skew_s(),
+        skew_s=static.clocks.skew_s(),
         device=static.device,
         data=static.data,
         store=f"{static.store.folder}{f' ({static.store.trouble})' if static.store.trouble else ''}",
