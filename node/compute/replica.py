@@ -91,7 +91,7 @@ class TorchReplica:
             self._trainer = Trainer(manifest, block, batches, self._mover, seed=options.seed, compile=options.compile)
             self._spare = Block(manifest, block, initial=False).to(device)  # measures merges, while the live block trains
             self._spare_flat = Flat(self._spare)
-            self._heldout_RT1 = _some_rows(batches.heldout(), manifest.model.context).to(device)
+            self._heldout_RT1 = torch.from_numpy(batches.heldout(max(2, HELDOUT_TOKENS // manifest.model.context))).to(device)
             initial = self._mover.to_host(self._mover.take(self._trainer.flat.data))
         except (RuntimeError, MemoryError) as error:
             raise one_line(error, f"building the block on {device}") from error
@@ -338,13 +338,6 @@ class TorchReplica:
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = self._trainer.flat.shapes
         return {prefix + name: shape for prefix in ("live.", "first.", "second.", "published.") for name, shape in shapes.items()}
-
-
-def _some_rows(rows: np.ndarray[Any, Any], context: int) -> Tensor:
-    """A few rows from all over the held-out text."""
-    wanted = max(2, HELDOUT_TOKENS // context)
-    chosen = np.linspace(0, len(rows) - 1, min(wanted, len(rows))).astype(np.int64)
-    return torch.from_numpy(np.ascontiguousarray(rows[chosen]))
 
 
 def _check_finite(state: Tensor) -> None:

@@ -6,6 +6,7 @@ Adam moments are one buffer each (flat.py).
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -22,9 +23,11 @@ from blocktrain.node.compute.objective import objective_of
 from blocktrain.protocol.errors import BlocktrainError, DoesNotFit
 from blocktrain.protocol.manifest import Manifest
 
-LOSS_MEMORY: Final = 0.98  # of the running mean of the training loss: about the last 50 steps
+LOSS_STEPS: Final = 50  # the running mean of the training loss is over about so many steps
 CUDA_STEPS_PER_LOSS: Final = 16  # a loss read from the GPU makes Python wait for it; on the CPU every one is read
 _EPS: Final = 1e-8
+
+log = logging.getLogger(__name__)
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 
@@ -40,15 +43,17 @@ class Batches(Protocol):
         """int64 [batch, T + 1]."""
         ...
 
-    def heldout(self) -> np.ndarray[Any, Any]:
-        """int64 [n, T + 1], never trained on, always the same."""
+    def heldout(self, count: int) -> np.ndarray[Any, Any]:
+        """Windows that are never trained on, the same at every call: int64 [count, T + 1]."""
         ...
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> dict[str, object]:
         """Where the stream is, as JSON values."""
         ...
 
-    def seek(self, position: dict[str, Any]) -> None: ...
+    def seek(self, position: Mapping[str, object]) -> bool:
+        """Go on from there. False: that was in other data; the stream stays where it is."""
+        ...
 
 
 @dataclass
@@ -142,8 +147,9 @@ class Trainer:
                 f"training stopped: the loss is {mean} at step {self.counters.steps}; "
                 f"the run's schedule.learning_rate {self.manifest.schedule.learning_rate:g} may be too high"
             )
-        weight = LOSS_MEMORY**steps if self.loss is not None else 0.0
-        self.loss = weight * (self.loss or 0.0) + (1 - weight) * mean
+        weight = max(1 / LOSS_STEPS, 1 / self.counters.steps)  # a plain mean at first
+        kept = (1 - weight) ** steps if self.loss is not None else 0.0
+        self.loss = kept * (self.loss or 0.0) + (1 - kept) * mean
 
     def _rate(self) -> float:
         """The schedule's learning rate, by rounds and parts of rounds, times our own warm-up while the moments are young."""
@@ -207,7 +213,8 @@ class Trainer:
         self.counters = Counters(**{item.name: int(header[item.name]) for item in fields(Counters)})
         self._set_moment_steps(self.counters.since_reset)
         self._generator.set_state(torch.from_numpy(tensors["generator"]))
-        self._batches.seek(header["position"])
+        if not self._batches.seek(header["position"]):
+            log.info("the data is not that of the checkpoint: training goes on with it from its beginning")
         self.loss = header["loss"]
         self.round = round
 
