@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import signal
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
@@ -200,6 +199,7 @@ async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> int
         asyncio.create_task(_checkpoints(node, static)),
     ]
     log.info("block %d of run %s; this node is %s", node.block, node.manifest.name, node.me)
+    _invite(node, static)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, node.resume)
     try:
         await node.run(stop, fresh=static.fresh)
@@ -214,6 +214,15 @@ async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> int
     if end:
         raise end[0]
     return 0
+
+
+def _invite(node: Node, static: Static) -> None:
+    """The line that others paste to join."""
+    addresses = static.net.directory.addresses()
+    if addresses:
+        log.info("others join with: blocktrain-node --block N --initial-peers %s", addresses[0])
+    else:
+        log.info("this node has no address yet that others could dial")
 
 
 async def _daemon_died(net: Net) -> BaseException:
