@@ -131,7 +131,7 @@ def test_a_few_rounds_behind_cost_less_than_a_long_way(members: Members) -> None
 
 
 def test_a_state_far_behind_is_worth_a_detour(members: Members) -> None:
-    for who, block, rtt_s, number in ((C, 0, 0.1, ROUND), (A, 1, 0.02, ROUND - 60), (B, 1, 0.2, ROUND), (D, 2, 0.1, ROUND)):
+    for who, block, rtt_s, number in ((C, 0, 0.1, ROUND), (A, 1, 0.02, ROUND - 60), (B, 1, 0.6, ROUND), (D, 2, 0.1, ROUND)):
         add(members, who, block, rtt_s=rtt_s, round=number)
     assert choices(members) == {B: 200}
 
@@ -143,8 +143,8 @@ def test_a_tall_tale_about_rounds_gains_nothing(members: Members) -> None:
 
 
 def test_untrained_holders_serve_only_where_there_is_no_trained_one(members: Members) -> None:
-    for who, block, number in ((C, 0, 0), (A, 1, 0), (B, 1, 1), (D, 2, 0)):
-        add(members, who, block, rtt_s=0.1, round=number)
+    for who, block, rtt_s, number in ((C, 0, 0.1, 0), (A, 1, 0.01, 0), (B, 1, 0.2, 1), (D, 2, 0.1, 0)):
+        add(members, who, block, rtt_s=rtt_s, round=number)
     chain = plan(members, 3, NOW, random.Random(0))
     assert chain.peers == (C, B, D)
 

@@ -135,8 +135,11 @@ def test_a_tombstone_is_forgotten_when_it_ends(members: Members) -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 2, 0), (2, 1, 0), (1, 0, 2), (2, 0, 1)])
-def test_a_peer_that_moved_counts_for_its_new_block_only_whatever_is_read_first(members: Members, order: tuple[int, ...]) -> None:
-    words = [seen(A, 0), seen(A, 0, at=NOW + 1, phase="left"), seen(A, 1, at=NOW + 1.5)]
+@pytest.mark.parametrize("left_at", [NOW + 1, NOW + 2], ids=["left before it announced", "left after"])
+def test_a_peer_that_moved_counts_for_its_new_block_only_whatever_is_read_first(
+    members: Members, order: tuple[int, ...], left_at: float
+) -> None:
+    words = [seen(A, 0), seen(A, 0, at=left_at, phase="left"), seen(A, 1, at=NOW + 1.5)]
     for index in order:
         members.observe(words[index], NOW + 2)
     assert members.coverage(NOW + 2, None) == (0, 1, 0)
@@ -371,11 +374,13 @@ def test_a_flood_of_fresh_identities_does_not_push_out_peers_we_talked_with(smal
     assert {A, B, C} <= names(small)
 
 
-def test_a_flood_on_one_block_leaves_the_strangers_of_the_others(small: Members) -> None:
-    small.observe(seen(A, 1), NOW)
-    small.observe(seen(B, 2), NOW)
-    flood(small, 100)
-    assert small.coverage(NOW, None) == (18, 1, 1)
+@pytest.mark.parametrize("flooded", [0, 1, 2])
+def test_a_flood_on_one_block_leaves_the_strangers_of_the_others(small: Members, flooded: int) -> None:
+    for who, block in ((A, 0), (B, 1), (C, 2)):
+        small.observe(seen(who, block), NOW)
+    flood(small, 100, flooded)
+    assert sorted(small.coverage(NOW, None)) == [1, 1, 18]
+    assert small.coverage(NOW, None)[flooded] == 18
 
 
 def test_what_expired_is_forgotten_before_anything_that_lives(small: Members) -> None:
@@ -383,6 +388,14 @@ def test_what_expired_is_forgotten_before_anything_that_lives(small: Members) ->
     flood(small, 10, 1, start=2000, now=NOW + 25)
     flood(small, 10, 2, start=3000, now=NOW + 35)
     assert small.coverage(NOW + 35, None) == (0, 10, 10)
+
+
+def test_who_holds_nothing_is_forgotten_before_who_holds_something(small: Members) -> None:
+    flood(small, 10)
+    for number in range(10):
+        small.failed(peer(number), NOW, "late")
+    flood(small, 5, 1, start=2000)
+    assert small.coverage(NOW, None) == (10, 5, 0)
 
 
 def test_of_the_living_strangers_the_longest_silent_goes_first(small: Members) -> None:
@@ -401,6 +414,14 @@ def test_where_all_are_friends_a_newcomer_is_not_remembered(small: Members) -> N
     small.failed(A, NOW, "late")
     assert small.avoided(A, NOW) == 0
     assert len(small) == 20
+
+
+def test_friends_whose_records_ended_make_room_at_once(small: Members) -> None:
+    flood(small, 20)
+    for number in range(1000, 1020):
+        small.succeeded(peer(number), NOW)
+    assert not small.observe(seen(A, at=NOW + TTL - 1), NOW + TTL - 1)
+    assert small.observe(seen(A, at=NOW + TTL + 1), NOW + TTL + 1)
 
 
 def test_peers_met_only_in_calls_are_bounded_too(small: Members) -> None:
