@@ -21,6 +21,7 @@ from typing import Final, TypeVar
 import numpy as np
 import torch
 
+from blocktrain.node.compute.flat import Flat, from_bytes
 from blocktrain.node.compute.model import Block, Cache, Noisy
 from blocktrain.node.compute.objective import objective_of
 from blocktrain.node.compute.sampling import Floats, Half, distribution, draw, noise, to_half
@@ -295,19 +296,7 @@ class TorchServer:
 
 
 def load_block(block: Block, payload: Buffer) -> Block:
-    """Put a published state's bytes (fp32, little endian, parameters in name order) into a block, and return it.
-
-    Raises: PeerFault: another size than the block's.
-    """
-    parameters = sorted(block.named_parameters())
-    expected = 4 * sum(parameter.numel() for _, parameter in parameters)
-    if len(payload) != expected:
-        raise PeerFault(f"a state of {len(payload)} bytes does not fit block {block.block}, which has {expected}")
-    values = np.frombuffer(payload, dtype="<f4")
-    offset = 0
-    with torch.no_grad():
-        for _, parameter in parameters:
-            piece = values[offset : offset + parameter.numel()]
-            parameter.copy_(torch.from_numpy(piece.copy()).view_as(parameter))
-            offset += parameter.numel()
+    """Put a published state's bytes into a block, and return it. Raises: PeerFault: another size than the block's."""
+    flat = Flat(block)
+    flat.data.copy_(from_bytes(payload, flat.size))
     return block
