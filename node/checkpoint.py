@@ -137,7 +137,7 @@ def _index(start: bytes, text: bytes) -> tuple[dict[str, Any], int]:
         raise Damaged("its index was cut off, or it is not a safetensors file")
     try:
         index = json.loads(text[:length])
-    except ValueError:
+    except (ValueError, RecursionError):
         raise Damaged("its index is not JSON") from None
     if not isinstance(index, dict):
         raise Damaged("its index is not a map")
@@ -147,7 +147,7 @@ def _index(start: bytes, text: bytes) -> tuple[dict[str, Any], int]:
 def _ours(index: dict[str, Any]) -> Header:
     try:
         header = json.loads(index["__metadata__"]["blocktrain"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise Damaged("it has no blocktrain header") from None
     if not isinstance(header, dict):
         raise Damaged("its header is not a map")

@@ -95,17 +95,18 @@ def _text_column(row: Mapping[str, Any], wanted: DataSet) -> str:
 
 
 def _write(file: IO[bytes], documents: Iterable[str], folder: Path, progress: Progress, doing: str) -> None:
+    """One document after the other. Rows that end in a newline are lines of a text, as some data sets have them, and follow directly."""
     size = 0
+    gap = b""
     for document in documents:
-        data = document.strip("\n").encode("utf-8", errors="replace")
+        data = document.encode("utf-8", errors="replace")
         if not data:
             continue
-        if size + len(BETWEEN_DOCUMENTS) + len(data) > MAX_DATA_SET_BYTES:
+        if size + len(gap) + len(data) > MAX_DATA_SET_BYTES:
             log.warning("%s: stopped at %.1f GB of text", doing, size / 1e9)
             break
-        if size:
-            size += file.write(BETWEEN_DOCUMENTS)
-        size += file.write(data)
+        size += file.write(gap) + file.write(data)
+        gap = b"" if data.endswith(b"\n") else BETWEEN_DOCUMENTS
         if progress.say(f"{doing}: {size / 1e6:.1f} MB so far"):
             cache.check_room(folder)
     if not size:

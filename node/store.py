@@ -66,7 +66,7 @@ def peek(folder: Path) -> tuple[RunId, int] | None:
             raise ValueError
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UsageError(f"{path} is damaged or of another version: move the folder {folder} away, or give another --store") from None
     return RunId(run), block
 
@@ -252,7 +252,7 @@ class Store:
         """The addresses kept; empty where there are none."""
         try:
             data = json.loads(_read_small(self.folder / "peers.json") or "[]")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             log.warning("the peers kept in %s are not used: %s", self.folder, error)
             return []
         return [item for item in data if isinstance(item, str)][:MAX_PEERS_KEPT] if isinstance(data, list) else []

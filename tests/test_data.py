@@ -379,7 +379,7 @@ def test_a_data_set_is_fetched_once_and_read_from_the_cache(tmp_path: Path, hub:
 
 def test_the_column_can_be_chosen_and_must_be_where_there_are_several(tmp_path: Path, hub: list[tuple[Any, ...]]) -> None:
     corpus = load("hf:owner/name:two:valid:story", folder=tmp_path)
-    assert text_of(corpus.train.read(0, 23)) == "story number 0 of valid"
+    assert text_of(corpus.train.read(0, 48)) == "story number 0 of valid\nstory number 1 of valid\n"  # rows that are lines
     with pytest.raises(UsageError, match=r"which column\? Write hf:owner/name:two:train:COLUMN with one of story, title"):
         load("hf:owner/name:two", folder=tmp_path)
     with pytest.raises(UsageError, match="no text in column 'id'; the columns are id, text"):
