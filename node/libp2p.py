@@ -14,7 +14,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
+
+import msgpack
 
 from blocktrain.node import dialing, lean
 from blocktrain.node.daemon import MAX_UNARY_BYTES, Children, Daemon, Owned, Settings
@@ -43,9 +45,12 @@ log = logging.getLogger("blocktrain.libp2p")
 READER_LIMIT_BYTES: Final = 1024 * 1024  # a stream's buffer in Python; asyncio's 64 KiB would throttle bulk transfers (facts: 120 MB/s)
 RPC_TIMEOUT_S: Final = 3.0  # one DHT call to one node; a lookup makes several, side by side
 CONTROL_TIMEOUT_S: Final = 5.0  # a question to our own daemon
+PEER_BYTES: Final = 38  # of an Ed25519 peer id, the only kind of subkey
 MAX_KEYS_HELD: Final = 1024  # DHT keys that we keep for others
 MAX_RECORDS_HELD: Final = 32768  # records in all of them, about 1 KB each
 MAX_BOOK: Final = 1024  # peers whose addresses we remember
+
+_DICTIONARY: Final[int] = MSGPackSerializer._ext_types[DictionaryDHTValue]
 
 Inbound = Callable[[PeerId, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -147,6 +152,7 @@ class Libp2p:
         if serving:
             await asyncio.wait(serving, timeout=CONTROL_TIMEOUT_S)
         await self._tasks.close()
+        await self._daemon.stop()  # before our connection to it closes, which would end it, too, but without our knowing when
         if self._dht is not None:
             self._dht.is_alive = False
         if self._p2p is not None and self._p2p._client is not None:
@@ -155,7 +161,6 @@ class Libp2p:
             self._fail_calls("this node is stopping")
             await asyncio.gather(control._read_task, control._write_task, return_exceptions=True)
             self._p2p._alive = False
-        await self._daemon.stop()
 
     async def _watch(self) -> None:
         """hivemind does not notice the end of its daemon: calls would hang for ever."""
@@ -366,6 +371,7 @@ class Libp2p:
                     self._accepted[key, expires_at] += 1
             return taken
 
+        protocol.serializer = _Serializer
         protocol.storage = protocol.cache = _Storage()
         protocol._validate_dictionary = keep_sound
         protocol.call_find = call_find
@@ -436,8 +442,23 @@ class _Records(DictionaryDHTValue):  # type: ignore[misc]
             return False  # who is there stays: a flood of new names cannot push members out
         return bool(super().store(key, value, expiration_time))
 
+    @classmethod
+    def unpackb(cls, raw: bytes) -> _Records:
+        """Of a dictionary from a peer, what can be ours at all; hivemind would fail at the first odd key, and read none of it."""
+        _, _, items = msgpack.unpackb(raw, raw=False)
+        records = cls()
+        with records.freeze():
+            for item in items:
+                if isinstance(item, list) and tuple(map(type, item)) == (bytes, bytes, float) and len(item[0]) == PEER_BYTES:
+                    records.store(*item)
+        return records
 
-MSGPackSerializer._ext_types[_Records] = MSGPackSerializer._ext_types[DictionaryDHTValue]  # the same on the wire
+
+class _Serializer(MSGPackSerializer):  # type: ignore[misc]
+    """For our protocol object only: dictionaries become `_Records`, and no other extension is known."""
+
+    _ext_types: ClassVar[dict[Any, int]] = {_Records: _DICTIONARY, DictionaryDHTValue: _DICTIONARY}
+    _ext_type_codes: ClassVar[dict[int, Any]] = {_DICTIONARY: _Records}
 
 
 class _Storage(DHTLocalStorage):  # type: ignore[misc]

@@ -2,30 +2,328 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 
-from blocktrain.protocol.ids import Digest, RunId
-from blocktrain.protocol.records import Announcement
-from tests.conftest import MakeNet
+from blocktrain.node.network import Net
+from blocktrain.protocol import ids, limits, records
+from blocktrain.protocol.ids import Digest, PeerId, RunId
+from blocktrain.protocol.records import Announcement, RunRecord
+from tests.conftest import LOOPBACK, MakeNet
 
 pytestmark = pytest.mark.real
 
 RUN = RunId(bytes(range(32)))
+KEY = records.block_key(RUN, 0, 0)
 
 
 def announcement(block: int = 0, phase: str = "training", round: int = 1, addresses: tuple[str, ...] = ()) -> Announcement:
     return Announcement(RUN, block, phase, round, Digest(bytes(32)), 100.0, 0.0, 1, 1, addresses)
 
 
+async def announce(net: Net, *, block: int = 0, phase: str = "training", round: int = 1, life_s: float = 30.0) -> bool:
+    said = announcement(block, phase, round, tuple(net.directory.addresses()[:1]))
+    return await net.directory.announce(said, 0, expires_at=time.time() + life_s, timeout_s=10)
+
+
+async def seen_by(net: Net, block: int = 0) -> dict[PeerId, Announcement]:
+    return {each.peer: each.announcement for each in await net.directory.read_block(RUN, block, 0, timeout_s=10)}
+
+
+async def until(check: Callable[[], Awaitable[bool]], within_s: float = 20.0) -> None:
+    """Ask again and again until it is so."""
+    async with asyncio.timeout(within_s):
+        while not await check():  # noqa: ASYNC110 what is waited for is another node's doing
+            await asyncio.sleep(0.05)
+
+
 async def test_two_nodes_see_each_others_announcement(net_factory: MakeNet) -> None:
     host = await net_factory()
     joiner = await net_factory(host)
-    now = time.time()
-    for net, block in ((host, 0), (joiner, 0)):
-        assert await net.directory.announce(announcement(block), 0, expires_at=now + 30, timeout_s=5)
+    assert await announce(host, round=3)
+    assert await announce(joiner, round=4)
     for net in (host, joiner):
-        seen = await net.directory.read_block(RUN, 0, 0, timeout_s=5)
-        assert {each.peer for each in seen} == {host.directory.peer, joiner.directory.peer}
-        assert all(each.expires_at == now + 30 for each in seen)
+        assert {peer: said.round for peer, said in (await seen_by(net)).items()} == {host.directory.peer: 3, joiner.directory.peer: 4}
+
+
+async def test_three_nodes_and_a_client_agree_though_each_knows_only_one_address(net_factory: MakeNet) -> None:
+    host = await net_factory()
+    nets = [host, await net_factory(host), await net_factory(host)]
+    client = await net_factory(host, client_mode=True)
+    assert all([await announce(net) for net in nets])
+    for net in (*nets, client):
+        assert set(await seen_by(net)) == {each.directory.peer for each in nets}
+    assert client.directory.peer not in host.libp2p.neighbours(), "a client is no DHT node"
+
+
+async def test_a_node_that_is_alone_keeps_its_own_records(net_factory: MakeNet) -> None:
+    host = await net_factory()
+    assert await announce(host)
+    record = RunRecord(RUN, "tiny", 1, 1)
+    assert await host.directory.announce_run(record, expires_at=time.time() + 30, timeout_s=5)
+    later = await net_factory(host)
+    assert set(await seen_by(later)) == {host.directory.peer}
+    assert [(peer, run) for peer, run, _ in await later.directory.read_runs(timeout_s=5)] == [(host.directory.peer, record)]
+
+
+async def test_who_leaves_and_comes_back_at_once_is_seen_again(net_factory: MakeNet) -> None:
+    host = await net_factory()
+    joiner = await net_factory(host)
+    for phase in ("training", "left", "joining", "left", "training"):
+        assert await announce(joiner, phase=phase)
+        assert (await seen_by(host))[joiner.directory.peer].phase == phase
+
+
+async def test_a_shorter_life_after_a_restart_still_replaces_the_old_record(net_factory: MakeNet) -> None:
+    """A new process with the same identity and a smaller --ttl-s: its first record would expire before the old one."""
+    host = await net_factory()
+    joiner = await net_factory(host)
+    assert await announce(joiner, round=1, life_s=100)
+    joiner.directory._last_expiry.clear()  # as after a restart
+    assert await announce(joiner, round=2, life_s=30)
+    assert (await seen_by(host))[joiner.directory.peer].round == 2
+
+
+async def test_a_record_ends_with_its_life(net_factory: MakeNet) -> None:
+    host = await net_factory()
+    joiner = await net_factory(host)
+    assert await announce(joiner, life_s=1.5)
+    assert joiner.directory.peer in await seen_by(host)
+
+    async def gone() -> bool:
+        return joiner.directory.peer not in await seen_by(host)
+
+    await until(gone, within_s=5)
+
+
+async def test_an_older_copy_does_not_shorten_the_life_of_a_newer_one(net_factory: MakeNet) -> None:
+    """hivemind's storage would forget the newer record when the replayed older one's time is over."""
+    host = await net_factory()
+    joiner = await net_factory(host)
+    replayer = await net_factory(host)
+    old = time.time() + 1.0
+    await joiner.directory.announce(announcement(round=1), 0, expires_at=old, timeout_s=5)
+    old_record = await stored_value(host, joiner.directory.peer)
+    assert await announce(joiner, round=2, life_s=30)
+    assert await raw_store(replayer, host, joiner.libp2p._identity.peer_bytes, old_record, old) == [False]
+    storage = host.libp2p._dht.protocol.storage
+
+    async def past_the_old_life() -> bool:
+        return time.time() > old + 0.1
+
+    await until(past_the_old_life)
+    assert joiner.libp2p._identity.peer_bytes in storage.get(hashed(KEY)).value.data
+
+
+# ---- hostile writers: they speak the DHT's own calls, as a changed node would ---------------------------------------------------------
+
+
+def hashed(key: records.Key) -> Any:
+    from blocktrain.node.libp2p import DHTID
+
+    return DHTID.generate(source=key)
+
+
+async def raw_store(attacker: Net, victim: Net | Any, subkey: object, value: bytes, expires_at: float) -> list[bool] | None:
+    """A store call of the attacker's own making. `subkey` None: a plain value in the place of the dictionary."""
+    peer = victim.libp2p._p2p.peer_id if isinstance(victim, Net) else victim
+    answer: list[bool] | None = await attacker.libp2p._dht.protocol.call_store(peer, [hashed(KEY)], [value], [expires_at], [subkey])
+    return None if answer is None else list(answer)
+
+
+async def stored_value(net: Net, writer: PeerId) -> bytes:
+    value: bytes = net.libp2p._dht.protocol.storage.get(hashed(KEY)).value.data[ids.peer_bytes(writer)].value
+    return value
+
+
+def sealed_by(net: Net, payload: bytes, expires_at: float, key: records.Key = KEY) -> bytes:
+    return net.libp2p._seals.seal(hashed(key).to_bytes(), payload, expires_at)
+
+
+async def test_another_peers_record_cannot_be_forged_prolonged_or_moved(net_factory: MakeNet) -> None:
+    host = await net_factory()
+    victim = await net_factory(host)
+    attacker = await net_factory(host)
+    assert await announce(victim, round=7)
+    true_value = await stored_value(host, victim.directory.peer)
+    name = victim.libp2p._identity.peer_bytes
+    payload = records.pack_record(announcement(round=999))
+    later = time.time() + 60
+    assert await raw_store(attacker, host, name, sealed_by(attacker, payload, later), later) == [False], "signed by somebody else"
+    assert await raw_store(attacker, host, name, true_value, later) == [False], "the true record with a longer life"
+    other = records.block_key(RUN, 1, 0)
+    moved = await attacker.libp2p._dht.protocol.call_store(host.libp2p._p2p.peer_id, [hashed(other)], [true_value], [later], [name])
+    assert list(moved) == [False], "the true record under another key"
+    assert (await seen_by(host))[victim.directory.peer].round == 7
+    assert host.libp2p.refused_records >= 3
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"\xc1 is never msgpack", b"\x90" * 2000, bytes(5000), b"\x93\x01\x02\x03"],
+    ids=["empty", "junk", "deep", "long", "list"],
+)
+async def test_the_whole_dictionary_cannot_be_overwritten_by_a_plain_value(net_factory: MakeNet, value: bytes) -> None:
+    host = await net_factory()
+    attacker = await net_factory(host)
+    assert await announce(host)
+    assert await raw_store(attacker, host, None, value, time.time() + 1000) == [False]
+    assert host.directory.peer in await seen_by(host)
+    assert host.directory.peer in await seen_by(attacker)
+
+
+async def test_a_dictionary_with_one_bad_record_loses_only_that_one(net_factory: MakeNet) -> None:
+    from blocktrain.node.libp2p import DictionaryDHTValue
+
+    host = await net_factory()
+    attacker = await net_factory(host)
+    expires = time.time() + 30
+    mixed = DictionaryDHTValue()
+    name = attacker.libp2p._identity.peer_bytes
+    mixed.store(name, sealed_by(attacker, records.pack_record(announcement(round=5)), expires), expires)
+    mixed.store(b"no peer id", b"\xc1", expires)
+    mixed.store(("a", "tuple"), b"", time.time() + 1e9)
+    answer = await attacker.libp2p._dht.protocol.call_store(host.libp2p._p2p.peer_id, [hashed(KEY)], [mixed], [expires])
+    assert list(answer) == [True]
+    assert {peer: said.round for peer, said in (await seen_by(host)).items()} == {attacker.directory.peer: 5}
+
+
+async def test_a_record_cannot_live_longer_than_allowed_nor_hold_what_is_none(net_factory: MakeNet) -> None:
+    host = await net_factory()
+    attacker = await net_factory(host)
+    name = attacker.libp2p._identity.peer_bytes
+    good = records.pack_record(announcement())
+    for expires in (time.time() + 2 * limits.MAX_RECORD_LIFE_S, 1e300, float("inf"), float("nan")):
+        assert await raw_store(attacker, host, name, b"\x92\xc4\x00\xc4\x00", expires) == [False]
+    long = time.time() + 2 * limits.MAX_RECORD_LIFE_S
+    assert await raw_store(attacker, host, name, sealed_by(attacker, good, long), long) == [False], "well signed, but too long"
+    soon = time.time() + 30
+    for payload in (b"", b"\xc1", b"\x80", good + b"\x00", bytes(300)):
+        assert await raw_store(attacker, host, name, sealed_by(attacker, payload, soon), soon) == [False]
+
+
+async def test_a_sound_record_under_the_wrong_blocks_key_is_dropped_and_counted(
+    net_factory: MakeNet, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = await net_factory()
+    liar = await net_factory(host)
+    expires = time.time() + 30
+    payload = records.pack_record(announcement(block=1))  # stored under block 0's key, and honestly signed there
+    assert await raw_store(liar, host, liar.libp2p._identity.peer_bytes, sealed_by(liar, payload, expires), expires) == [True]
+    for _ in range(3):
+        assert liar.directory.peer not in await seen_by(host)
+    assert host.directory.dropped == 3
+    lines = [
+        record.getMessage() for record in caplog.records if "dropped a record" in record.getMessage() and record.levelname == "WARNING"
+    ]
+    assert len(lines) == 1
+    assert ids.short(liar.directory.peer) in lines[0]
+
+
+async def test_a_liar_about_expiry_cannot_end_a_search_early(net_factory: MakeNet) -> None:
+    """A node near the key that claims an endless expiry for its dictionary would be believed, and the others not asked."""
+    host = await net_factory()
+    nets = [await net_factory(host) for _ in range(2)]
+    liar = await net_factory(host)
+    for net in nets:
+        assert await announce(net)
+    protocol = liar.libp2p._dht.protocol
+    from blocktrain.node.libp2p import DictionaryDHTValue, ValueWithExpiration
+
+    class Endless(dict):  # type: ignore[type-arg]
+        def get(self, key: object, default: object = None) -> object:
+            return ValueWithExpiration(DictionaryDHTValue(), float("inf"))
+
+    protocol.storage = protocol.cache = Endless()
+    for net in nets:
+        assert set(await seen_by(net)) == {each.directory.peer for each in nets}
+
+
+async def test_hostile_node_ids_leave_no_traceback(net_factory: MakeNet, caplog: pytest.LogCaptureFixture) -> None:
+    """hivemind handles these in tasks that nobody awaits: the loop would print their tracebacks."""
+    import gc
+
+    from hivemind.proto import dht_pb2
+
+    host = await net_factory()
+    attacker = await net_factory(host)
+    stub = attacker.libp2p._dht.protocol.get_stub(host.libp2p._p2p.peer_id)
+    for size in (1, 21, 5000):
+        bad = dht_pb2.NodeInfo(node_id=b"\xff" * size)
+        for call, request in (
+            (stub.rpc_find, dht_pb2.FindRequest(keys=[bytes(20)], peer=bad)),
+            (stub.rpc_store, dht_pb2.StoreRequest(keys=[], peer=bad)),
+            (stub.rpc_ping, dht_pb2.PingRequest(peer=bad)),
+        ):
+            with contextlib.suppress(Exception):  # whatever hivemind says: the host must survive it
+                await call(request, timeout=2)
+    gc.collect()
+    assert await announce(attacker)
+    assert attacker.directory.peer in await seen_by(host)
+    assert [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
+
+
+# ---- a stock hivemind-dht process as the only bootstrap: it stores anything -----------------------------------------------------------
+
+
+@pytest.fixture
+async def stock_bootstrap(nothing_is_left: None) -> AsyncIterator[str]:
+    """A `hivemind-dht` process as hivemind ships it; its address."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "hivemind.hivemind_cli.run_dht", "--host_maddrs", *LOOPBACK, "--refresh_period", "1",
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(60):
+            assert process.stderr is not None
+            while True:
+                line = (await process.stderr.readline()).decode()
+                assert line, "hivemind-dht ended before it said its address"
+                if found := re.search(r"(/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)", line):
+                    break
+        yield found[1]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # its own session: the DHT's process and daemon go with it
+        await process.wait()
+
+
+async def test_a_stock_hivemind_dht_is_enough_to_find_each_other(net_factory: MakeNet, stock_bootstrap: str) -> None:
+    first = await net_factory(stock_bootstrap)
+    second = await net_factory(stock_bootstrap)
+    stock = first.libp2p._dht.protocol.routing_table.peer_id_to_uid
+    for net in (first, second):
+        assert await announce(net)
+    for net in (first, second):
+        assert set(await seen_by(net)) == {first.directory.peer, second.directory.peer}
+    # Values that make a reader without our validator hang or fail, under our key, at a node that stores anything.
+    attacker = second
+    target = next(peer for peer in stock if peer.to_base58() in stock_bootstrap)
+    far = time.time() + 100_000
+    for subkey, value in ((b"x", b"\xc1"), ("text", b""), (first.libp2p._identity.peer_bytes, b"\xc1 forged"), (7, bytes(3000))):
+        far += 1
+        assert await raw_store(attacker, target, subkey, value, far) == [True], "the stock node was expected to take it"
+    for net in (first, second):
+        assert await announce(net, round=2)
+    for net in (first, second):
+        seen = await seen_by(net)
+        assert {peer: said.round for peer, said in seen.items()} == {first.directory.peer: 2, second.directory.peer: 2}
+    # Even the whole dictionary replaced there: our nodes keep the records themselves, too.
+    await raw_store(attacker, target, None, b"\xc1", far + 1)
+    third = await net_factory(stock_bootstrap)
+
+    async def all_three() -> bool:
+        for net in (first, second, third):
+            assert await announce(net, round=3)
+        return all([len(await seen_by(net)) == 3 for net in (first, second, third)])
+
+    await until(all_three)
