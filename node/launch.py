@@ -203,8 +203,10 @@ async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> int
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, node.resume)
     try:
         await node.run(stop, fresh=static.fresh)
+        log.debug("left the swarm")
         if not end and (node.parts.replica.published().round or node.parts.replica.progress().steps):
             await node.parts.replica.save()
+        log.debug("saved")
     finally:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
         for helper in helpers:

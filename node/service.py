@@ -83,6 +83,7 @@ class Node:
         self._info = Info(manifest, status_json)
         self._rng = rng
         self._tasks: asyncio.TaskGroup | None = None
+        self._running: set[asyncio.Task[None]] = set()
         self._offers: dict[bytes, asyncio.Task[None]] = {}
         self._poke = asyncio.Event()
         self._may_train = False  # the core said so
@@ -116,9 +117,9 @@ class Node:
             await stop.wait()
             ticking.cancel()
             await self._leave()
-            for task in list(self._offers.values()):
-                task.cancel()
             self._tasks = None
+            for task in self._running:
+                task.cancel()
 
     async def _leave(self) -> None:
         for decision in self.core.handle(f.Stopping(), self.clock()):
@@ -183,7 +184,10 @@ class Node:
         if self._tasks is None:  # stopping: nothing new is begun
             work.close()
             return None
-        return self._tasks.create_task(self._guarded(work, name), name=name)
+        task = self._tasks.create_task(self._guarded(work, name), name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
 
     async def _guarded(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """A task's edge: expected faults are talk, anything else ends the node with its reason."""

@@ -278,8 +278,8 @@ class Core:
             self._due = False
             self._queue.clear()
             return []
-        if not ours:
-            return []
+        if not ours or (result.kind, result.why) == ("declined", "crossed"):
+            return []  # crossed: their offer stands, and its exchange ends this round
         if result.kind in ("late", "lost"):
             self._queue = self._queue[:1]  # the round has waited enough: one more try, then it is our own
         return self._next_offer(now, fresh=False)

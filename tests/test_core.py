@@ -189,6 +189,14 @@ def test_of_crossing_offers_the_lower_peers_stands_on_both_sides() -> None:
     assert refusal.reason == "crossed"
 
 
+def test_an_offer_that_was_declined_as_crossed_makes_no_own_round_since_theirs_is_on_its_way() -> None:
+    core = training(LOW)
+    order = only(core.handle(f.Trained(), T0 + 5), f.SendOffer)
+    assert isinstance(order, f.SendOffer)
+    assert core.handle(f.Ended(order.exchange, LOW, Result("declined", "crossed"), 0.1), T0 + 5.1) == []
+    assert kinds(core.handle(f.Offered(LOW, offer()), T0 + 5.2)) == ["Take"]
+
+
 def test_offers_are_declined_by_state_block_and_distance() -> None:
     joining = node()
     joining.handle(f.Began(0, Digest(b"d" * 32), fresh=True), T0)
