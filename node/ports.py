@@ -201,7 +201,7 @@ class Server(Protocol):
     async def step(self, session: bytes, step: Step, body: memoryview) -> tuple[Step, bytes]:
         """Our block's part of a traversal: the step and body for the next holder. Drafts where the step asks for it.
 
-        Raises: PeerFault: sizes that do not fit the model or the session.
+        Raises: PeerFault: sizes that do not fit the model or the session. UnknownState: the session is not open (any more).
         """
         ...
 
