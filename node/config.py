@@ -86,6 +86,7 @@ class Training:
         None, "Stop after this many rounds; without it, train until told to stop."
     )
     train: Annotated[bool, Parameter(negative="--no-train")] = setting(True, "Train the block; with --no-train it is held and served only.")
+    paused: bool = setting(False, "Start without training, until SIGUSR1; all else works meanwhile, so a run can begin everywhere at once.")
     compile: bool = setting(False, "Use torch.compile: slow to start, worth it for long runs.")
 
 
