@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pydoc_data.topics import topics  # type: ignore[import-untyped, unused-ignore]
 
 import numpy as np
@@ -89,7 +90,7 @@ def test_the_evidence_of_z_is_exact_bayes(evidence_only: Block, sigma: float, gi
 def test_the_blocks_intervals_cover_all_noise_and_overlap() -> None:
     manifest = a_manifest()
     intervals = [widened(manifest, block) for block in range(3)]
-    assert all(upper[0] < lower[1] for upper, lower in zip(intervals, intervals[1:], strict=False)), "neighbours overlap"
+    assert all(upper[0] < lower[1] for upper, lower in pairwise(intervals)), "neighbours overlap"
     assert intervals[0][1] > 4.0, "block 0 is the noisiest"
     assert intervals[2][0] < 0.2
     own = manifest.sigma_interval(1)
@@ -134,7 +135,7 @@ def test_a_context_shorter_than_a_window_still_trains() -> None:
     noisy = Evidence(manifest, 0).draw(block, tokens[:, 1:], generator())
     assert noisy is not None
     assert noisy.offset_M.max() == 7
-    assert math.isfinite(float(Evidence(manifest, 0).loss(block, tokens, generator())))
+    assert math.isfinite(float(Evidence(manifest, 0).loss(block, tokens, generator()).detach()))
 
 
 def test_without_windows_the_objective_is_the_plain_one() -> None:

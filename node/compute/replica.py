@@ -303,12 +303,11 @@ class TorchReplica:
         frozen, published, state = await self._between_steps(take)
 
         def write() -> None:
-            named = self._trainer.flat.shapes
-            tensors: Tensors = {"generator": frozen.generator}
-            live, first, second = (self._mover.to_host(parcel) for parcel in (frozen.live, frozen.first, frozen.second))
-            _check_finite(live)
-            for prefix, buffer in (("live.", live), ("first.", first), ("second.", second), ("published.", state)):
-                tensors |= {prefix + name: view.numpy() for name, view in flat.views(named, buffer).items()}
+            shapes = self._trainer.flat.shapes
+            tensors = frozen.tensors(shapes, self._mover)
+            for name in shapes:
+                _check_finite(torch.from_numpy(tensors["live." + name]).flatten())
+            tensors |= {"published." + name: view.numpy() for name, view in flat.views(shapes, state).items()}
             store.write(tensors, {**frozen.header, "round": published.round, "digest": published.digest.hex()})
 
         await self._work(write)

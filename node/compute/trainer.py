@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from blocktrain.node.compute.device import Mover, Parcel
-from blocktrain.node.compute.flat import Flat
+from blocktrain.node.compute.flat import Flat, norm_on_device, views
 from blocktrain.node.compute.model import Block
 from blocktrain.node.compute.objective import objective_of
 from blocktrain.protocol.errors import BlocktrainError, DoesNotFit
@@ -69,13 +69,22 @@ class Counters:
 
 @dataclass(frozen=True)
 class Frozen:
-    """All that a checkpoint needs of the trainer, as it was between two steps."""
+    """All that a checkpoint needs of the trainer, as it was between two steps.
 
-    live: Parcel
-    first: Parcel
-    second: Parcel
+    Attributes:
+        buffers: prefix of the tensors' names → buffer: "live.", "first." and "second." (Adam's moments).
+    """
+
     header: dict[str, Any]
     generator: np.ndarray[Any, Any]
+    buffers: dict[str, Parcel]
+
+    def tensors(self, shapes: Mapping[str, tuple[int, ...]], mover: Mover) -> Tensors:
+        """As named arrays. Off the training thread."""
+        out: Tensors = {"generator": self.generator}
+        for prefix, parcel in self.buffers.items():
+            out |= {prefix + name: view.numpy() for name, view in views(shapes, mover.to_host(parcel)).items()}
+        return out
 
 
 class Trainer:
@@ -122,7 +131,7 @@ class Trainer:
             loss.backward()  # type: ignore[no-untyped-call]
             self._losses += loss.detach()
         if settings.clip > 0:
-            gradient *= (settings.clip / (torch.linalg.vector_norm(gradient) + 1e-6)).clamp(max=1.0)
+            gradient *= (settings.clip / (norm_on_device(gradient) + 1e-6)).clamp(max=1.0)
         self.learning_rate = self._rate()
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate
@@ -203,11 +212,11 @@ class Trainer:
         take = self.mover.take
         header = {**asdict(self.counters), "position": self._batches.position(), "loss": self.loss}
         generator = self._generator.get_state().numpy().copy()
-        return Frozen(take(self.flat.data), take(self._first), take(self._second), header, generator)
+        return Frozen(header, generator, {prefix: take(buffer) for prefix, buffer in self._buffers().items()})
 
     def restore(self, tensors: Mapping[str, np.ndarray[Any, Any]], header: Mapping[str, Any], round: int) -> None:
         """Go on from a checkpoint: the next steps are those that would have followed when it was taken."""
-        for prefix, buffer in (("live.", self.flat.data), ("first.", self._first), ("second.", self._second)):
+        for prefix, buffer in self._buffers().items():
             for name, view in self.flat.views(buffer).items():
                 view.copy_(torch.from_numpy(tensors[prefix + name]))
         self.counters = Counters(**{item.name: int(header[item.name]) for item in fields(Counters)})
@@ -217,6 +226,9 @@ class Trainer:
             log.info("the data is not that of the checkpoint: training goes on with it from its beginning")
         self.loss = header["loss"]
         self.round = round
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {"live.": self.flat.data, "first.": self._first, "second.": self._second}
 
     # ---- memory -----------------------------------------------------------------------------------------------------------------
 
