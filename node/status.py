@@ -65,7 +65,7 @@ class PeerStatus:
     round: int = schema.field(Int(0, MAX_ROUND), 0)
     tokens_per_s: float = schema.field(_AMOUNT, 0.0)
     seen_s_ago: float | None = schema.field(_Maybe(_AMOUNT), None)
-    avoided: str = schema.field(_WORDS, "")
+    avoided: str = schema.field(Text(200), "")
     rtt_ms: float | None = schema.field(_Maybe(_AMOUNT), None)
 
 
@@ -120,7 +120,7 @@ class Status:
     def to_json(self) -> str:
         """One line of JSON. Values that JSON does not have become null; words are cut to their bounds, so that it can be read again."""
         table = asdict(replace(self, peers=self.peers[:MAX_PEERS_SHOWN]))
-        return json.dumps(_fit(table, Status), separators=(",", ":"), allow_nan=False)
+        return json.dumps(_fit(table, Status), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Status:
