@@ -32,7 +32,7 @@ MODES: Final = (SPECULATIVE, ONE_SWEEP, AUTOREGRESSIVE)
 
 NEWLINE: Final = 10  # what an empty prompt starts from: the end of a line that is not shown
 MAX_DRAFT: Final = 256  # as the field's rule in messages.Step
-MAX_WINDOW: Final = 32  # positions of a one-sweep window, the known one before it included: no longer ones are trained
+MAX_WINDOW: Final = 64  # positions of a one-sweep window, the known one before it included: no longer ones are trained
 MAX_STEP_POSITIONS: Final = 16384  # rows x positions of one step, so that none holds a holder's thread for long
 HALF_BYTES: Final = 2  # log-probabilities and z travel as fp16
 

@@ -418,7 +418,7 @@ async def test_a_hostile_answer_is_refused(change, why: str) -> None:
         (Request((300,), 5), "outside the vocabulary"),
         (Request(PROMPT, 5, draft=0), "draft is 0"),
         (Request(PROMPT, 5, draft=257), "draft is 257"),
-        (Request(PROMPT, 5, window=33), "window is 33"),
+        (Request(PROMPT, 5, window=65), "window is 65"),
         (Request(PROMPT, 5, substeps=0), "substeps is 0"),
         (Request(PROMPT, 5, stop=(b"",)), "stop string"),
         (Request(PROMPT, 5, sampling=Sampling(temperature=float("nan"))), "temperature"),

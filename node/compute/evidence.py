@@ -1,6 +1,6 @@
 """The default objective: next-token prediction, with a small share of noisy windows and the exact Bayes evidence of z (recipe §3).
 
-Most positions are clean. With probability `noise.window_share` a sequence ends in a window of w ∈ {4, 8, 16, 32} positions: the
+Most positions are clean. With probability `noise.window_share` a sequence ends in a window of w ∈ {4, 8, 16, 32, 64} positions: the
 first, whose token is known, stays clean; at the others the token is unknown and z = Y[target] + σε stands in, σ log-uniform in the
 block's widened interval.
 """
@@ -17,7 +17,7 @@ from blocktrain.node.compute.autoregressive import Autoregressive, cross_entropy
 from blocktrain.node.compute.model import MAX_WINDOW, Block, Noisy
 from blocktrain.protocol.manifest import Manifest
 
-WINDOWS: Final = (4, 8, 16, MAX_WINDOW)
+WINDOWS: Final = (4, 8, 16, 32, MAX_WINDOW)
 
 
 class Evidence(Autoregressive):

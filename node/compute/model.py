@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from blocktrain.protocol.manifest import Manifest
 
-MAX_WINDOW: Final = 32  # positions of the longest noisy window; the first is clean, so offsets end at MAX_WINDOW - 1
+MAX_WINDOW: Final = 64  # positions of the longest noisy window; the first is clean, so offsets end at MAX_WINDOW - 1
 _FREQUENCIES: Final = 16
 _TIME_WIDTH: Final = 64
 _ROPE_BASE: Final = 10_000.0
