@@ -62,8 +62,7 @@ def load_tokens(
     if min(len(train), len(heldout)) < context + 1:
         raise UsageError(_too_short(given, f"{len(train)} + {len(heldout)}{unit.replace('B', ' bytes')}", context))
     name = given[0] if len(given) == 1 else f"{given[0]} and {len(given) - 1} more"
-    print_of_both = fingerprint(train) + fingerprint(heldout)
-    return Corpus(name, train, heldout, context, unit, print_of_both)
+    return Corpus(name, train, heldout, context, unit, fingerprint(train) + fingerprint(heldout))
 
 
 def _too_short(given: Sequence[str], found: str, context: int) -> str:

@@ -39,6 +39,11 @@ class DataSet:
     column: str = ""  # default: `text`, or the only column that holds text
 
 
+def is_path(source: str) -> bool:
+    """Whether a source is a place in the file system, rather than a name."""
+    return source not in (BUILTIN, GENSIM) and not source.startswith(HUGGING_FACE)
+
+
 def parse_data_set(source: str) -> DataSet:
     """Raises: UsageError: no name, or too many parts."""
     name, *rest = source.removeprefix(HUGGING_FACE).split(":")

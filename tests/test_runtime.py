@@ -150,8 +150,9 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert (process.wait(timeout=30), err) == (runtime.BROKEN_PIPE, "")
 
 
-def test_a_broken_socket_is_not_mistaken_for_a_broken_stdout() -> None:
-    code, _, err = finish(start("async def main(given): raise BrokenPipeError(32, 'Broken pipe')"))
+def test_a_broken_socket_is_not_mistaken_for_a_broken_stdout(tmp_path: Path) -> None:
+    story = "async def main(given): raise BrokenPipeError(32, 'Broken pipe')"
+    code, _, err = finish(start(story, env={"XDG_STATE_HOME": str(tmp_path)}))
     assert code == 1
     assert "bug" in err
 
@@ -243,14 +244,15 @@ def test_nohup_is_respected() -> None:
     assert "SIGHUP" not in err
 
 
-def test_children_left_behind_by_a_bug_are_killed() -> None:
-    process = start("""
+def test_children_left_behind_by_a_bug_are_killed(tmp_path: Path) -> None:
+    story = """
         async def main(given):
             child = subprocess.Popen(["sleep", "600"])
             given.children.add(child.pid)
             print(child.pid, flush=True)
             raise RuntimeError("bug")
-    """)
+    """
+    process = start(story, env={"XDG_STATE_HOME": str(tmp_path)})
     child = int(ready(process))
     assert finish(process)[0] == 1
     assert psutil.wait_procs([psutil.Process(child)] if psutil.pid_exists(child) else [], timeout=10)[1] == []
