@@ -357,14 +357,12 @@ class Core:
 
     def isolated(self, now: float) -> bool:
         """Initial peers were given, and yet nobody else is to be seen."""
-        if not self.settings.expects_peers or now - self._began_at < ISOLATED_AFTER_S:
-            return False
-        own = self.members.coverage(now, None)
-        return sum(own) == 0
+        waited = self.phase not in ("starting", "stopping") and now - self._began_at >= ISOLATED_AFTER_S
+        return self.settings.expects_peers and waited and not sum(self.members.coverage(now, None))
 
     def waiting(self, now: float) -> tuple[str, str, float, str]:
         """(phase, what it waits for, seconds in the phase, what comes next), in plain words; never an empty wait."""
-        seconds = now - self._phase_since
+        seconds = now - self._phase_since if self._phase_since else 0.0
         if self.isolated(now):
             return "isolated", "no other node of this run is to be seen", seconds, "looking again at every refresh; training goes on alone"
         if self.phase == "joining":
@@ -375,7 +373,9 @@ class Core:
             return self.phase, f"the state of block {self.block} from a replica", seconds, "training starts at the swarm's round"
         if self.phase == "training":
             return self.phase, self._training_waits(now), seconds, f"an exchange every {self.manifest.schedule.steps_per_round} steps"
-        return self.phase, "nothing", seconds, {"stopping": "save and leave", "serving": "answer sweeps"}.get(self.phase, "start")
+        if self.phase == "starting":
+            return self.phase, "the network and the block", seconds, "look who holds what"
+        return self.phase, "nothing", seconds, {"stopping": "save and leave", "serving": "answer sweeps"}[self.phase]
 
     def _training_waits(self, now: float) -> str:
         if self.current is not None:

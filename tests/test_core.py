@@ -266,7 +266,7 @@ def test_a_node_that_sees_nobody_says_isolated() -> None:
 
 def test_every_phase_has_a_reason() -> None:
     core = node()
-    assert all(core.waiting(T0))
+    assert core.waiting(T0) == ("starting", "the network and the block", 0.0, "look who holds what")
     core.handle(f.Began(0, Digest(b"d" * 32), fresh=True), T0)
     for fact in (f.Saw(0, (seen(LOW),)), f.FetchEnded(""), f.Trained(), f.Stopping()):
         core.handle(fact, T0 + 1)
