@@ -120,23 +120,26 @@ class Bootstrap:
             known = [(peer, "") for peer in reversed(self._links.known()) if peer not in neighbours]
             due = [(peer, text) for peer, text in missed if self._due(peer, now)]
             due += [(peer, text) for peer, text in known if self._due(peer, now) and peer not in dict(missed)][:AT_ONCE]
-            await asyncio.gather(*(self._again(peer, text, now) for peer, text in due))
+            found = await asyncio.gather(*(self._again(peer, text, now) for peer, text in due))
             for peer in neighbours:
                 self._pauses.pop(peer, None)
-            if now - self._looked_at >= LOOK_AROUND_S and neighbours:
+            if any(found) or (neighbours and now - self._looked_at >= LOOK_AROUND_S):  # who was found knows others
                 self._looked_at = now
                 await self._links.look_around(timeout_s=PING_TIMEOUT_S)
 
     def _due(self, peer: PeerId, now: float) -> bool:
         return peer != self._links.peer and now >= self._pauses.setdefault(peer, _Pause()).until
 
-    async def _again(self, peer: PeerId, text: str, now: float) -> None:
+    async def _again(self, peer: PeerId, text: str, now: float) -> bool:
+        """Dial one whom we miss. Whether it is there."""
         pause = self._pauses[peer]
         pause.until = now + pause.length_s
         pause.length_s = min(2 * pause.length_s, INITIAL_PAUSE_MAX_S if text else KNOWN_PAUSE_MAX_S)
         with contextlib.suppress(NetworkFault):
             await self._links.connect(peer, [text] if text else (), timeout_s=TRY_TIMEOUT_S)
             if await self._links.ping(peer, timeout_s=PING_TIMEOUT_S):
-                self._pauses.pop(peer, None)
                 what = "initial peer" if text else "peer"
                 logs.say_once_a_minute(log, logging.INFO, f"found {peer}", f"{what} {ids.short(peer)} answers (again)")
+                self._pauses.pop(peer, None)
+                return True
+        return False

@@ -86,6 +86,29 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     raise Malformed("a multiaddress with an endless number")
 
 
+def plain_reason(message: str) -> str:
+    """The daemon's error in words for people. Unknown ones are shortened."""
+    lowered = message.lower()
+    for sign, words in (
+        ("connection refused", "nobody listens there (connection refused)"),
+        ("peer id mismatch", "another node answers there: its id is not the one in the address"),
+        ("dial to self", "that is this node itself"),
+        ("no such host", "its name does not exist"),
+        ("network is unreachable", "its network is unreachable"),
+        ("no route to host", "there is no route to it"),
+        ("i/o timeout", "no answer"),
+        ("context deadline exceeded", "no answer"),
+        ("protocols not supported", "it does not speak our protocol"),
+        ("negotiate security protocol", "what answers there is not a libp2p node"),
+        ("routing: not found", "nobody knows where it is"),
+        ("no addresses", "nobody knows where it is"),
+        ("dial backoff", "it did not answer a moment ago"),
+    ):
+        if sign in lowered:
+            return words
+    return " ".join(message.split())[-150:]
+
+
 def on_loopback(host_maddrs: Iterable[str], initial_peers: Iterable[str]) -> bool:
     """Whether the swarm lives on this machine only: whom we ask first is here, or, where we begin, we listen here only."""
     asked = [parse(text, "--initial-peers") for text in initial_peers]

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final
 
 import msgpack
 
-from blocktrain.node import dialing, lean
+from blocktrain.node import dialing, lean, taming
 from blocktrain.node.daemon import MAX_UNARY_BYTES, Children, Daemon, Owned, Settings
 from blocktrain.node.identity import Identity
 from blocktrain.node.sealing import Seals, split
@@ -102,8 +102,8 @@ class Libp2p:
 
     async def start(self) -> None:
         """Start the daemon and the DHT node; nobody is connected yet. Raises: DoesNotFit, Unreachable (see `Daemon.start`)."""
-        _tame_logging()
-        _tame_tasks(asyncio.get_running_loop())
+        taming.quiet_logging()
+        taming.quiet_tasks(asyncio.get_running_loop())
         await self._daemon.start()
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):
@@ -121,7 +121,7 @@ class Libp2p:
         self._p2p = P2P()
         self._p2p._daemon_listen_maddr, self._p2p._client_listen_maddr = control, ours
         self._p2p._client = await Client.create(control, ours, persistent_conn_max_msg_size=MAX_UNARY_BYTES)
-        self._p2p._client.control._pending_calls = _Calls()
+        self._p2p._client.control._pending_calls = taming.Calls()
         self._p2p.peer_id = PeerID(self._identity.peer_bytes)
         self._p2p._alive = True
         self._server = await asyncio.start_unix_server(self._inbound, path=self._daemon.client_socket, limit=READER_LIMIT_BYTES)
@@ -300,7 +300,7 @@ class Libp2p:
                 response = p2pd_pb2.Response()
                 await read_pbmsg_safe(reader, response)
             if response.type == p2pd_pb2.Response.ERROR:
-                raise NetworkFault(plain_reason(response.error.msg))
+                raise NetworkFault(dialing.plain_reason(response.error.msg))
             return response, reader, writer
         except BaseException as error:
             if writer is not None:
@@ -392,29 +392,6 @@ def _without_peer(text: str, peer: PeerId) -> str:
     return text.removesuffix(f"/p2p/{peer}").removesuffix(f"/ipfs/{peer}")
 
 
-def plain_reason(message: str) -> str:
-    """The daemon's error in words for people. Unknown ones are shortened."""
-    lowered = message.lower()
-    for sign, words in (
-        ("connection refused", "nobody listens there (connection refused)"),
-        ("peer id mismatch", "another node answers there: its id is not the one in the address"),
-        ("dial to self", "that is this node itself"),
-        ("no such host", "its name does not exist"),
-        ("network is unreachable", "its network is unreachable"),
-        ("no route to host", "there is no route to it"),
-        ("i/o timeout", "no answer"),
-        ("context deadline exceeded", "no answer"),
-        ("protocols not supported", "it does not speak our protocol"),
-        ("negotiate security protocol", "what answers there is not a libp2p node"),
-        ("routing: not found", "nobody knows where it is"),
-        ("no addresses", "nobody knows where it is"),
-        ("dial backoff", "it did not answer a moment ago"),
-    ):
-        if sign in lowered:
-            return words
-    return " ".join(message.split())[-150:]
-
-
 class _Validator(RecordValidatorBase):  # type: ignore[misc]
     """hivemind's door to our seals."""
 
@@ -484,47 +461,3 @@ class _Storage(DHTLocalStorage):  # type: ignore[misc]
         if held is None or expiration_time > held.expiration_time:
             DHTLocalStorage.store(self, key, kept, expiration_time)
         return True
-
-
-class _Calls(dict[Any, Any]):
-    """Pending calls. hivemind would set the result of a call that was cancelled a moment ago, and lose its only reader by that error."""
-
-    def __contains__(self, key: object) -> bool:
-        call = self.get(key)
-        return call is not None and not call.done()
-
-
-class _ToOurs(logging.Handler):
-    """hivemind's lines, at DEBUG: what it warns about is a swarm's daily life."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        log.debug("hivemind: %s", record.getMessage(), exc_info=record.exc_info)
-
-
-def _tame_logging() -> None:
-    """hivemind prints on stderr by itself, past the root logger; let it talk to our debug log."""
-    theirs = logging.getLogger("hivemind")
-    theirs.handlers[:] = [_ToOurs()]
-    theirs.propagate = False
-    theirs.setLevel(logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.CRITICAL)
-
-
-def _tame_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """hivemind starts tasks that nobody awaits; a hostile message can end one by an error. That is a debug line, not a traceback."""
-    before = loop.get_exception_handler()
-    if getattr(before, "tames_hivemind", False):
-        return
-
-    def handler(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        task = context.get("task") or context.get("future")
-        coroutine = task.get_coro() if isinstance(task, asyncio.Task) else None
-        code = getattr(coroutine, "cr_code", None)
-        if code is not None and "/hivemind/" in code.co_filename:
-            log.debug("hivemind: %s: %r", context.get("message"), context.get("exception"))
-        elif before is not None:
-            before(loop, context)
-        else:
-            loop.default_exception_handler(context)
-
-    handler.tames_hivemind = True  # type: ignore[attr-defined]
-    loop.set_exception_handler(handler)

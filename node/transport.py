@@ -131,7 +131,9 @@ class PeerStream:
         """Send our hello without waiting; the first `receive` reads and checks the other's."""
         now = self._transport.clock()
         self._greeted_at = (now, time.monotonic())
-        self._write(messages.to_frame(self._transport.greeting.hello(now)))
+        frame = messages.to_frame(self._transport.greeting.hello(now))
+        self._write(frame)
+        self._transport.traffic.bytes_out += len(frame)
 
     async def be_greeted(self, timeout_s: float) -> None:
         """The responder's side: read the hello, answer with ours, check. Raises: NetworkFault, Malformed, Incompatible."""
@@ -230,6 +232,11 @@ class Libp2pTransport:
         self._libp2p = libp2p
         self._serving: Counter[PeerId] = Counter()
 
+    @property
+    def serving(self) -> int:
+        """Inbound streams that are being served."""
+        return self._serving.total()
+
     async def open(self, peer: PeerId, kind: str, *, timeout_s: float) -> PeerStream:
         """Open a stream and send our hello. Raises: NetworkFault."""
         if peer == self._libp2p.peer:
@@ -270,7 +277,7 @@ class Libp2pTransport:
                 await handler(stream)
             except Exception as error:
                 with contextlib.suppress(NetworkFault):
-                    await stream.send(_ending(error, peer, kind), timeout_s=END_TIMEOUT_S)
+                    await stream.send(ending(error, peer, kind), timeout_s=END_TIMEOUT_S)
             await stream.close()
         except asyncio.CancelledError:
             stream.drop()
@@ -281,7 +288,7 @@ class Libp2pTransport:
                 del self._serving[peer]
 
 
-def _ending(error: Exception, peer: PeerId, kind: str) -> End:
+def ending(error: Exception, peer: PeerId, kind: str) -> End:
     """What the peer is told about a handler's failure; the log is told here, once a minute for a peer."""
     what = f"{kind.rsplit('/', 1)[-1]} stream with peer {ids.short(peer)}"
     detail = logs.one_line(str(error))[: limits.MAX_TEXT_CHARS]
