@@ -277,6 +277,8 @@ class Libp2p:
                 await handler(PeerId(ids.base58_encode(info.peer)), reader, writer)
         except (TimeoutError, OSError, EOFError, ValueError) as error:
             log.debug("an inbound stream ended before it began: %r", error)
+        except asyncio.CancelledError:
+            pass  # we are closing, and asyncio's own callback of this task logs a traceback for one that was cancelled
         finally:
             self._serving.discard(task)
             writer.close()
