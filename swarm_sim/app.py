@@ -80,18 +80,20 @@ def local(options: LocalOptions = LocalOptions()) -> int:
 
 def bench_node(options: BenchOptions = BenchOptions()) -> int:
     """What being a node costs: training speed beside a bare loop, the time to join, the optimiser's memory."""
-    from blocktrain.swarm_sim import bench_node, benches
+    from blocktrain.swarm_sim import benches
+    from blocktrain.swarm_sim.bench_node import BENCH
 
-    return benches.command(bench_node.BENCH, options)
+    return benches.command(BENCH, options)
 
 
 def bench_all(options: BenchOptions = BenchOptions()) -> int:
     """Every bench, one after the other. Keys of the JSON begin with the bench's name and a dot."""
-    from blocktrain.swarm_sim import bench_node, benches
+    from blocktrain.swarm_sim import benches
+    from blocktrain.swarm_sim.bench_node import BENCH
 
     if options.parts:
         raise UsageError("--parts chooses among the parts of one bench: name it instead of `all`")
-    return benches.commands([bench_node.BENCH], options)
+    return benches.commands([BENCH], options)
 
 
 BENCHES: Final = {"node": bench_node, "all": bench_all}

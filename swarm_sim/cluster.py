@@ -25,6 +25,7 @@ class Run:
     recipe: Path
     data: tuple[str, ...]
     paused: bool = True  # start without training, until `resume`
+    flags: tuple[str, ...] = ()  # more of `blocktrain-node`'s
 
 
 @dataclass
@@ -146,7 +147,7 @@ class Cluster:
 
     def _start(self, label: str, block: int, arguments: Sequence[str], host: bool = False, paused: bool | None = None) -> Member:
         store = self.children.folder / "nodes" / label
-        command = [*self.programs.node, *arguments]
+        command = [*self.programs.node, *arguments, *self.run.flags]
         if host:
             command += ["--block", str(block)]
         command += ["--data", *self.run.data, "--host-maddrs", HOST, "--store", str(store), "--name", label.removeprefix("node-"), "--json"]

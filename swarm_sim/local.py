@@ -18,7 +18,7 @@ from blocktrain.swarm_sim import recipe
 from blocktrain.swarm_sim.cluster import Cluster, Member, Run, number
 from blocktrain.swarm_sim.display import Display
 from blocktrain.swarm_sim.plots import Point
-from blocktrain.swarm_sim.processes import Child, Children, Ending, Failure, Interrupted, Patience, Programs, Status, installed
+from blocktrain.swarm_sim.processes import PATIENT, Child, Children, Ending, Failure, Interrupted, Patience, Programs, Status, installed
 from blocktrain.swarm_sim.report import Report
 
 PHASES: Final = ("start", "meet", "measure before", "train", "kill one", "rejoin", "train on", "measure after", "stop")
@@ -67,7 +67,7 @@ def check(settings: Settings) -> Settings:
     return replace(settings, out=out, data=data)
 
 
-def run(settings: Settings, programs: Programs | None = None, patience: Patience = Patience()) -> Report:
+def run(settings: Settings, programs: Programs | None = None, patience: Patience = PATIENT) -> Report:
     """Tell the story and return what happened, as far as it went. No process of it is left, whatever happened.
 
     Raises: UsageError: the settings cannot be.
@@ -141,7 +141,7 @@ class Story:
         self._display.phase("measure before")
         began = self._now()
         answer = self._cluster.ask("eval-before", self._eval())
-        self._report.before(self._now(), *self._loss_of("eval-before", answer))
+        self._report.before(self._now(), self._loss_of("eval-before", answer))
         self._display.say(f"the untrained chain has {self._report.loss_before:.3f} nats per token on held-out text")
         return self._now() - began
 
@@ -201,7 +201,7 @@ class Story:
         display.phase("measure after")
         clients = [cluster.start_client("eval-after", self._eval()), cluster.start_client("generate", self._generate(settings.length))]
         measured, written = (cluster.answer(client) for client in clients)
-        report.after(self._now(), *self._loss_of("eval-after", measured))
+        report.after(self._now(), self._loss_of("eval-after", measured))
         display.say(f"the trained chain has {report.loss_after:.3f} nats per token on held-out text")
         report.wrote(settings.prompt, written)
         if report.loss_after >= report.loss_before:
@@ -221,14 +221,12 @@ class Story:
     def _generate(self, length: int) -> list[str]:
         return ["generate", "--prompt", self._settings.prompt, "--max-tokens", str(length), "--seed", "0"]
 
-    def _loss_of(self, label: str, answer: dict[str, Any]) -> tuple[float, list[float]]:
-        """(the chain's loss, that of each block alone). Raises: Failure: the chain was not whole."""
-        loss = number(answer, "loss")
-        blocks = answer.get("blocks")
-        if loss is None:
-            raise Failure(f"{label} gave no loss: {str(answer)[:200]}")
-        alone = [float(value) for value in blocks if isinstance(value, int | float)] if isinstance(blocks, list) else []
-        return loss, alone
+    def _loss_of(self, label: str, answer: dict[str, Any]) -> float:
+        """The whole chain's loss. Raises: Failure: there is none, or a block was missing."""
+        loss, missing = number(answer, "loss"), answer.get("missing")
+        if loss is None or missing:
+            raise Failure(f"{label} gave no loss of the whole chain: {str(answer)[:200]}")
+        return loss
 
     def _not_averaged(self) -> list[int]:
         cluster = self._cluster

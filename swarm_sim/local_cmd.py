@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from blocktrain.node.commands import frame
 from blocktrain.protocol.errors import UsageError
 from blocktrain.swarm_sim import local as story
-from blocktrain.swarm_sim.processes import Patience
+from blocktrain.swarm_sim.processes import PATIENT, Patience
 from blocktrain.swarm_sim.report import Report, write_json
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 STDOUT: Final = Path("-")
 
 
-def local(options: LocalOptions, programs: Programs | None = None, patience: Patience = Patience()) -> int:
+def local(options: LocalOptions, programs: Programs | None = None, patience: Patience = PATIENT) -> int:
     """Run it, say how it went, and return 0 only if all of it happened."""
     check_target(options.json)
     settings = story.Settings(

@@ -30,7 +30,6 @@ class Report:
     met_s: float | None = None
     loss_before: float = float("nan")
     loss_after: float = float("nan")
-    block_losses: list[float] = field(default_factory=list)  # of each block alone, at the end
     killed: str = ""
     killed_at_s: float = 0.0
     rejoined: str = ""
@@ -61,12 +60,12 @@ class Report:
     def fail(self, what: str) -> None:
         self.failed.append(what)
 
-    def before(self, at_s: float, loss: float, blocks: Sequence[float]) -> None:
+    def before(self, at_s: float, loss: float) -> None:
         self.loss_before = loss
         self.chain.append((at_s, loss))
 
-    def after(self, at_s: float, loss: float, blocks: Sequence[float]) -> None:
-        self.loss_after, self.block_losses = loss, list(blocks)
+    def after(self, at_s: float, loss: float) -> None:
+        self.loss_after = loss
         self.chain.append((at_s, loss))
 
     def wrote(self, prompt: str, answer: Mapping[str, Any]) -> None:
@@ -111,7 +110,6 @@ class Report:
             "met_s": _rounded(self.met_s, 1),
             "loss_before": _rounded(self.loss_before, 4),
             "loss_after": _rounded(self.loss_after, 4),
-            "block_losses_after": [_rounded(loss, 4) for loss in self.block_losses],
             **{key: self.counts.get(key) for key in COUNTS},
             "rounds": self.rounds,
             "steps": self.steps,
@@ -149,8 +147,6 @@ class Report:
         if self.chain:
             after = f", {self.loss_after:.3f} after" if len(self.chain) > 1 else ""
             rows.append(("loss", f"{self.loss_before:.3f} before{after} (the chain on held-out text, nats per token)"))
-        if self.block_losses:
-            rows.append(("", f"each block alone: {', '.join(f'{loss:.3f}' for loss in self.block_losses)}"))
         rows.append(("averaging", ", ".join(f"{self.counts.get(key, 0)} {key.replace('_', '-')}" for key in COUNTS)))
         if self.killed:
             rows.append(("killed", f"{self.killed} at {clock(self.killed_at_s)}"))
