@@ -268,6 +268,19 @@ def test_only_our_own_children_are_killed() -> None:
     assert children.pids() == []
 
 
+def test_leaving_waits_for_no_thread_and_loses_nothing() -> None:
+    process = start("""
+        import atexit
+        async def main(given):
+            threading.Thread(target=time.sleep, args=(600,)).start()
+            atexit.register(print, "cleaned up")
+            print("said", end=" ")
+            return 3
+        runtime.leave(runtime.run(main))
+    """)
+    assert finish(process) == (3, "said cleaned up\n", "")
+
+
 def test_commands_without_a_loop_end_the_same_way(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> int:
         raise NoPeers("nobody there")
