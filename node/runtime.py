@@ -107,6 +107,7 @@ def run(main: Callable[[Runtime], Awaitable[int]]) -> int:
     """
     runtime = Runtime()
     signals = _Signals(runtime)
+    atexit.register(gc.freeze)  # or else Python's end walks all of torch's objects: a second of work, when the user waits for the prompt
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             code = guarded(lambda: runner.run(signals.watch(main)), cancelled=lambda: 0 if signals.asked else FORCED)
