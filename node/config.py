@@ -80,6 +80,7 @@ class Training:
         None, "The block to hold, or auto: the one that needs us most."
     )
     data: Many = setting(("builtin",), "Files, folders, globs, builtin (text that Python carries), or hf:NAME[:CONFIG[:SPLIT[:COLUMN]]].")
+    tokenizer: Path | None = setting(None, "Tokenizer file (Hugging Face JSON), where the run's tokens are not bytes.")
     device: str = setting("auto", "cpu, cuda, cuda:N, or auto: cuda where there is one.")
     threads: Count = setting(1, "Threads of the training thread's arithmetic; serving takes one more.")
     rounds: Annotated[int | None, Parameter(validator=Number(gte=1))] = setting(

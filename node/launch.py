@@ -10,25 +10,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
-import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from blocktrain import __version__
 from blocktrain.node import identity as identities
 from blocktrain.node import logs
 from blocktrain.node.config import NodeConfig
 from blocktrain.node.join import find_run
-from blocktrain.node.local import StatusFile
 from blocktrain.node.network import Net, open_network
 from blocktrain.node.runtime import Runtime
 from blocktrain.node.service import Node, Parts
 from blocktrain.node.snapshot import Clocks, Static, build
-from blocktrain.node.status import Status, one_line
-from blocktrain.node.store import Store
+from blocktrain.node.store import Store, peek
+from blocktrain.node.talk import Talk
 from blocktrain.protocol.errors import Unreachable, UsageError
 from blocktrain.protocol.handshake import Greeting
 from blocktrain.protocol.ids import short
@@ -41,8 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("blocktrain.node")
 
 FIND_TIMEOUT_S = 20.0  # for the swarm to tell which runs it knows
-STATUS_EVERY_S = 1.0
-TALK_EVERY_S = 30.0  # a line on the terminal, where nothing else happened
+T = TypeVar("T")
 AGENT = f"blocktrain/{__version__}"
 
 
@@ -52,6 +49,7 @@ class Plan:
 
     manifest: Manifest
     block: int
+    known_peers: tuple[str, ...] = ()  # to be dialled where the config names none
 
 
 async def run_node(config: NodeConfig, runtime: Runtime) -> int:
@@ -60,15 +58,31 @@ async def run_node(config: NodeConfig, runtime: Runtime) -> int:
     Raises: BlocktrainError: whatever a person can mend, in one line.
     """
     logs.setup(config.log_level)
-    talk = Talk(config, runtime)
-    with talk:
-        plan = await _until_stopped(runtime, _plan(config, runtime))
-        if plan is None:
+    with Talk(config, runtime) as talk:
+        work = asyncio.create_task(_node(config, runtime, talk), name="node")
+        beside = [asyncio.create_task(talk.repeat(), name="talk"), asyncio.create_task(runtime.stop.wait(), name="stop")]
+        try:
+            await asyncio.wait({work, beside[1]}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and not talk.alive:
+                log.info("stopping before the node was up")
+                work.cancel()
+            return await work
+        except asyncio.CancelledError:
+            if not work.cancelled():
+                raise
             return 0
-        talk.know(plan)
-        async with _open(config, plan, runtime) as (node, static):
-            talk.show(lambda: build(node, static, runtime.clock()))
-            return await _live(node, static, runtime, talk)
+        finally:
+            for task in (work, *beside):
+                task.cancel()
+            await asyncio.gather(work, *beside, return_exceptions=True)
+
+
+async def _node(config: NodeConfig, runtime: Runtime, talk: Talk) -> int:
+    plan = await _plan(config, runtime)
+    talk.know(plan.manifest, plan.block)
+    async with _open(config, plan, runtime) as (node, static):
+        talk.show(lambda: build(node, static, runtime.clock()))
+        return await _live(node, static, runtime, talk)
 
 
 async def _plan(config: NodeConfig, runtime: Runtime) -> Plan:
@@ -79,6 +93,8 @@ async def _plan(config: NodeConfig, runtime: Runtime) -> Plan:
 
         manifest = load_recipe(config.new_run)
         block = 0 if block is None else block
+    elif not config.network.initial_peers:
+        return _from_store(config)
     else:
         with identities.temporary() as nobody:
             greeting = Greeting(None, AGENT)
@@ -89,6 +105,24 @@ async def _plan(config: NodeConfig, runtime: Runtime) -> Plan:
     if not 0 <= block < manifest.blocks:
         raise UsageError(f"--block {block}: run {manifest.name} has blocks 0 … {manifest.blocks - 1}")
     return Plan(manifest, block)
+
+
+def _from_store(config: NodeConfig) -> Plan:
+    """A node that starts again from its own store: its run, its block, and the addresses that worked last time."""
+    folder = config.files.store
+    assert folder is not None, "checked by the command"
+    owner = peek(folder.expanduser())
+    if owner is None:
+        raise UsageError(f"there is no store in {folder}: host a run with --new-run, or join one with --initial-peers")
+    run, block = owner
+    if config.training.block not in (None, block):
+        raise UsageError(f"the store {folder} holds block {block}, not {config.training.block}")
+    with Store.open(folder, run, block) as store:
+        manifest, peers = store.load_manifest(), store.load_peers()
+    if manifest is None:
+        raise UsageError(f"the store {folder} has no manifest: join its run with --initial-peers")
+    log.info("starting again from %s, with %d known addresses", folder, len(peers))
+    return Plan(manifest, block, tuple(peers))
 
 
 async def _most_needed(net: Net, manifest: Manifest, runtime: Runtime) -> int:
@@ -128,12 +162,14 @@ async def _open(config: NodeConfig, plan: Plan, runtime: Runtime) -> AsyncIterat
         store.save_manifest(manifest.to_bytes())
         who = stack.enter_context(identities.load_or_create(config.files.identity or store.folder / "identity.key"))
         # The network and the block do not need each other: torch is imported and weights are read while the daemon starts.
-        preparing = asyncio.create_task(asyncio.to_thread(_prepare, config, plan, store, who.peer_id), name="prepare")
-        stack.push_async_callback(_settled, preparing)
+        preparing = _in_thread(lambda: _prepare(config, plan, store, who.peer_id))
         clocks = Clocks()
+        network = config.network
+        if plan.known_peers:
+            network = replace(network, initial_peers=plan.known_peers, wait=True)
         net = await stack.enter_async_context(
             open_network(
-                config.network,
+                network,
                 who,
                 Greeting(manifest, AGENT, config.gossip.topology),
                 runtime.clock,
@@ -168,16 +204,38 @@ def _prepare(config: NodeConfig, plan: Plan, store: Store, peer: str) -> Prepare
     """In a thread: importing torch, reading data and building the block take seconds."""
     from blocktrain.node.compute.assemble import assemble
 
-    return assemble(config.training, plan.manifest, plan.block, store, peer)
+    return assemble(config.training, plan.manifest, plan.block, store, peer, report=lambda words: log.info("%s", words))
 
 
-async def _settled(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """The result of slow work. Its thread is a daemon: a node that is stopped while it starts does not wait for it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("T", result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as caught:
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="prepare", daemon=True).start()
+    return future
 
 
 async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> int:
-    """The service until its end, with checkpoints, status and watchers beside it."""
+    """The service until its end, with checkpoints and watchers beside it."""
+    talk.alive = True
     stop = asyncio.Event()
     end: list[BaseException] = []
 
@@ -195,7 +253,6 @@ async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> int
         asyncio.create_task(wait(node.rounds_done.wait(), "the rounds that were asked for are done")),
         asyncio.create_task(fail(node.failure())),
         asyncio.create_task(fail(_daemon_died(static.net))),
-        asyncio.create_task(talk.repeat()),
         asyncio.create_task(_checkpoints(node, static)),
     ]
     log.info("block %d of run %s; this node is %s", node.block, node.manifest.name, node.me)
@@ -237,77 +294,3 @@ async def _checkpoints(node: Node, static: Static) -> None:
         await asyncio.sleep(node.config.files.checkpoint_every_s)
         await node.parts.replica.save()
         static.store.save_peers(sorted(address for member in node.core.everybody(node.clock()) for address in member.addresses))
-
-
-async def _until_stopped(runtime: Runtime, work: Coroutine[Any, Any, Plan]) -> Plan | None:
-    """The result of `work`, or None if the user wants to stop first."""
-    task = asyncio.create_task(work, name="plan")
-    stop = asyncio.create_task(runtime.stop.wait())
-    try:
-        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for one in (task, stop):
-            one.cancel()
-        await asyncio.gather(task, stop, return_exceptions=True)
-
-
-class Talk:
-    """What the user sees: the status file, JSON lines on stdout where asked for, and now and then a line on stderr."""
-
-    def __init__(self, config: NodeConfig, runtime: Runtime) -> None:
-        self._config = config
-        self._runtime = runtime
-        self._started_at = runtime.clock()
-        self._file = StatusFile()
-        self._plan: Plan | None = None
-        self._build: Callable[[], Status] = self._starting
-        self._talked_at = self._started_at
-
-    def __enter__(self) -> Talk:
-        self.write()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.remove()
-
-    def know(self, plan: Plan) -> None:
-        self._plan = plan
-        self.write()
-
-    def show(self, build: Callable[[], Status]) -> None:
-        self._build = build
-        self.write()
-
-    def write(self) -> None:
-        status = self._build()
-        self._file.write(status)
-        if self._config.json:
-            print(status.to_json(), file=sys.stdout, flush=True)
-        now = self._runtime.clock()
-        if now - self._talked_at >= TALK_EVERY_S:
-            self._talked_at = now
-            log.info("%s", one_line(status))
-
-    async def repeat(self) -> None:
-        while True:
-            self.write()
-            await asyncio.sleep(STATUS_EVERY_S)
-
-    def _starting(self) -> Status:
-        now, plan = self._runtime.clock(), self._plan
-        return Status(
-            run=plan.manifest.run.hex() if plan else "",
-            run_name=plan.manifest.name if plan else "",
-            block=plan.block if plan else self._config.training.block,
-            blocks=plan.manifest.blocks if plan else 0,
-            name=self._config.name,
-            pid=os.getpid(),
-            version=__version__,
-            phase="starting",
-            waiting_for="the network and the block" if plan else "the initial peers' word on the run",
-            next_action="join the swarm",
-            phase_s=now - self._started_at,
-            uptime_s=now - self._started_at,
-            written_at=now,
-        )

@@ -30,14 +30,16 @@ class Prepared:
     fresh: bool
 
 
-def assemble(training: Training, manifest: Manifest, block: int, store: Store, peer: str) -> Prepared:
+def assemble(training: Training, manifest: Manifest, block: int, store: Store, peer: str, *, report: Callable[[str], None]) -> Prepared:
     """Read the data, build the block, restore its checkpoint.
 
+    Args:
+        report: told now and then what takes long; what it raises ends the work.
     Raises: UsageError: device, data or checkpoint. DoesNotFit: the block, or a device that is not here.
     """
     device = choose(training.device)
-    tokenizer = load_tokenizer(manifest.tokenizer, manifest.model.vocabulary)
-    corpus = load_tokens(training.data, tokenizer, manifest.model.context)
+    tokenizer = load_tokenizer(manifest.tokenizer, manifest.model.vocabulary, training.tokenizer)
+    corpus = load_tokens(training.data, tokenizer, manifest.model.context, report=report)
     batches = TokenStream(corpus, batch=manifest.optimizer.batch, peer=peer, block=block, seed=manifest.seed)
     seed = int.from_bytes(hashlib.sha256(f"{manifest.seed}/{block}/{peer}".encode()).digest()[:8], "big") >> 1
     options = Options(device=str(device), threads=training.threads, compile=training.compile, seed=seed)
