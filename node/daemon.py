@@ -28,6 +28,7 @@ from blocktrain.protocol.errors import BlocktrainError, DoesNotFit, Unreachable
 log = logging.getLogger("blocktrain.libp2p")
 
 STOP_TIMEOUT_S: Final = 2.0  # from SIGTERM to SIGKILL
+LAST_LINES_S: Final = 0.5  # after its end, to read what it said
 LAST_LINES: Final = 20  # of the daemon's output, for messages
 MAX_UNARY_BYTES: Final = 4 * 1024 * 1024  # one DHT message
 SOCKETS: Final = Path("/tmp")  # the daemon's own habit, and short: a socket's path has at most 107 bytes
@@ -124,8 +125,8 @@ class Daemon:
             raise _cannot_run(binary, error) from None
         if self._children is not None:
             self._children.add(self._child.pid)
-        self._tasks.start(self._read(), "p2pd output")
-        self._tasks.start(self._watch(), "p2pd watch")
+        output = self._tasks.start(self._read(), "p2pd output")
+        self._tasks.start(self._watch(output), "p2pd watch")
         died = asyncio.create_task(self.died.wait())
         ready = asyncio.create_task(self._ready.wait())
         try:
@@ -176,10 +177,10 @@ class Daemon:
             self.reason = reason
             self.died.set()
 
-    async def _watch(self) -> None:
+    async def _watch(self, output: asyncio.Task[None]) -> None:
         assert self._child is not None
         code = await self._child.wait()
-        await asyncio.sleep(0)  # let the last lines in
+        await asyncio.wait({output}, timeout=LAST_LINES_S)
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         self.fail(f"the libp2p daemon ended {how}{self._last_words()}")
 

@@ -7,7 +7,6 @@ one identity would take each other's connections away. The peer id contains the 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import tempfile
@@ -19,7 +18,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from blocktrain.protocol import ids
-from blocktrain.protocol.errors import Malformed, UsageError
+from blocktrain.protocol.errors import DoesNotFit, Malformed, UsageError
 from blocktrain.protocol.ids import PeerId
 
 _PREFIX: Final = bytes.fromhex("08011240")  # protobuf: key type 1 (Ed25519), then 64 bytes of data
@@ -72,6 +71,7 @@ def load_or_create(path: Path) -> Identity:
     """The identity in `path`, made if there is none, locked for this process.
 
     Raises: UsageError: another process holds it, it is not an Ed25519 identity, or it cannot be read or written.
+        DoesNotFit: this system has no such locks.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,11 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _lock(path: Path) -> int:
-    """An exclusive lock on the sibling `.lock` file, as an open descriptor. Raises: UsageError: held by another, OSError."""
+    """An exclusive lock on the sibling `.lock` file, as an open descriptor. Raises: UsageError: held by another, DoesNotFit, OSError."""
+    try:
+        import fcntl
+    except ImportError:
+        raise DoesNotFit("a node runs on Linux and macOS only; on Windows, run it in WSL") from None
     beside = path.with_name(path.name + ".lock")
     handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -14,6 +14,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar, Final
 
 import msgpack
@@ -48,6 +49,7 @@ CONTROL_TIMEOUT_S: Final = 5.0  # a question to our own daemon
 PEER_BYTES: Final = 38  # of an Ed25519 peer id, the only kind of subkey
 MAX_KEYS_HELD: Final = 1024  # DHT keys that we keep for others
 MAX_RECORDS_HELD: Final = 32768  # records in all of them, about 1 KB each
+MAX_TABLE: Final = 4096  # nodes in our routing table; Kademlia needs some hundred
 MAX_BOOK: Final = 1024  # peers whose addresses we remember
 
 _DICTIONARY: Final[int] = MSGPackSerializer._ext_types[DictionaryDHTValue]
@@ -80,7 +82,8 @@ class Libp2p:
         self._server: asyncio.AbstractServer | None = None
         self._p2p: Any = None
         self._dht: Any = None
-        self._accepted: dict[tuple[int, float], int] = {}  # stores in progress: how many other nodes took the record
+        self._answers: dict[tuple[int, float], list[bool]] = {}  # stores in progress: what the other nodes said
+        self._searches: list[tuple[int, _Records]] = []  # in progress: the key, and what was found so far
 
     @property
     def died(self) -> asyncio.Event:
@@ -122,6 +125,7 @@ class Libp2p:
         self._p2p._daemon_listen_maddr, self._p2p._client_listen_maddr = control, ours
         self._p2p._client = await Client.create(control, ours, persistent_conn_max_msg_size=MAX_UNARY_BYTES)
         self._p2p._client.control._pending_calls = taming.Calls()
+        self._p2p._client.control._handler_tasks = taming.Serving()
         self._p2p.peer_id = PeerID(self._identity.peer_bytes)
         self._p2p._alive = True
         self._server = await asyncio.start_unix_server(self._inbound, path=self._daemon.client_socket, limit=READER_LIMIT_BYTES)
@@ -316,40 +320,47 @@ class Libp2p:
     # ---- records ------------------------------------------------------------------------------------------------------------------
 
     async def store(self, key: Key, payload: bytes, *, expires_at: float, timeout_s: float) -> bool:
-        """Put our record under `key`. True if another node took it, or if there is no other and we keep it ourselves."""
+        """Put our record under `key`. True if it can be found: another node took it, or we keep it and the others do not ignore us."""
         name = (DHTID.generate(source=key), expires_at)
-        self._accepted[name] = 0
+        answers = self._answers[name] = []
         alone = not self.neighbours()
-        kept = False
         try:
             async with asyncio.timeout(timeout_s):
-                kept = await self._dht.store(key, payload, expires_at, subkey=self._identity.peer_bytes)
+                await self._dht.store(key, payload, expires_at, subkey=self._identity.peer_bytes)
         except TimeoutError:
             log.debug("storing a record took longer than %.3g s", timeout_s)
         finally:
-            accepted = self._accepted.pop(name)
-        return accepted > 0 or (alone and kept)
+            del self._answers[name]
+        held = self._dht.protocol.storage.get(name[0])
+        kept = held is not None and held.value.expiry_of(self._identity.peer_bytes) == expires_at
+        return any(answers) or (kept and (alone or bool(answers)))
 
     async def get(self, key: Key, *, timeout_s: float) -> list[Sealed]:
-        """The newest verified records under `key`, from all nodes that hold it. Raises: NetworkFault: late, or the daemon is gone."""
+        """The newest verified records under `key`, from all nodes that hold it; when time runs out, from those that answered.
+
+        Raises: NetworkFault: nobody answered in time, or the daemon is gone.
+        """
         if self.died.is_set():
             raise NetworkFault(self.reason)
+        name, found = DHTID.generate(source=key), _Records()
+        search = (name, found)
+        self._searches.append(search)
         try:
             async with asyncio.timeout(timeout_s):
-                found = await self._dht.get(key, latest=True)
+                await self._dht.get(key, latest=True)
         except TimeoutError:
-            raise NetworkFault(f"the DHT did not answer within {timeout_s:.3g} s") from None
-        if found is None or not isinstance(found.value, dict):
-            return []
-        return [
-            Sealed(PeerId(ids.base58_encode(subkey)), item.value, item.expiration_time)
-            for subkey, item in found.value.items()
-            if isinstance(subkey, bytes) and isinstance(item.value, bytes)
-        ]
+            if not found.data:
+                raise NetworkFault(f"the DHT did not answer within {timeout_s:.3g} s") from None
+            log.debug("a search took longer than %.3g s; going on with %d records", timeout_s, len(found.data))
+        finally:
+            self._searches.remove(search)
+        own = self._dht.protocol.storage.get(name)
+        found.merge(own.value if own is not None else _Records())
+        return [Sealed(PeerId(ids.base58_encode(peer)), split(value)[0], expires_at) for peer, (value, expires_at) in found.items()]
 
     def _harden(self, protocol: Any) -> None:
         """Replace what one hostile or forgetful DHT node could turn against us. Nobody is connected yet."""
-        find, store = protocol.call_find, protocol.call_store
+        find, store, update = protocol.call_find, protocol.call_store, protocol.update_routing_table
 
         def keep_sound(key: bytes, dictionary: Any) -> bool:
             """hivemind refuses a whole dictionary for one bad record, which anybody could put there."""
@@ -361,33 +372,49 @@ class Libp2p:
             return True
 
         async def call_find(peer: Any, keys: Any) -> Any:
-            """hivemind believes the expiry that a node claims for a dictionary, and ends its search early for a large one."""
+            """hivemind believes the expiry that a node claims for a dictionary, ends its search early for a large one, and visits any
+            number of nodes that are claimed to be near."""
             found = await find(peer, keys)
-            return found and {key: (_sound(value), nearest) for key, (value, nearest) in found.items()}
+            if not found:
+                return found
+            answers = {}
+            for key, (value, nearest) in found.items():
+                records = _Records()
+                if value is not None:
+                    records.merge(value.value)
+                for name, search in self._searches:
+                    if name == key:
+                        search.merge(records)
+                sound = ValueWithExpiration(records, records.latest_expiration_time) if records.data else None
+                answers[key] = sound, dict(islice(nearest.items(), protocol.bucket_size))
+            return answers
 
         async def call_store(peer: Any, keys: Any, values: Any, expiration_time: Any, *rest: Any, **more: Any) -> Any:
             """hivemind reports the last node's answer only."""
             taken = await store(peer, keys, values, expiration_time, *rest, **more)
             for key, expires_at, ok in zip(keys, expiration_time, taken or (), strict=False):
-                if ok and (key, expires_at) in self._accepted:
-                    self._accepted[key, expires_at] += 1
+                self._answers.get((key, expires_at), []).append(ok)
             return taken
+
+        async def update_routing_table(node_id: Any, peer_id: Any, responded: bool = True) -> None:
+            """hivemind lets one peer fill its table with made-up node ids, and take the place of another by claiming its id."""
+            if responded and node_id is not None:
+                table = protocol.routing_table
+                before, holder = table.get(peer_id=peer_id), table.get(node_id=node_id)
+                if before is None and len(table.uid_to_peer_id) >= MAX_TABLE:
+                    return
+                if holder is not None and holder != peer_id and node_id != DHTID.generate(source=peer_id.to_bytes()):
+                    return
+                if before is not None and before != node_id:
+                    del table[before]
+            await update(node_id, peer_id, responded)
 
         protocol.serializer = _Serializer
         protocol.storage = protocol.cache = _Storage()
         protocol._validate_dictionary = keep_sound
         protocol.call_find = call_find
         protocol.call_store = call_store
-
-
-def _sound(found: Any) -> Any:
-    """A found dictionary (of verified records by now) with the expiry that its records really have."""
-    if found is None:
-        return None
-    kept = _Records()
-    for subkey, (value, expires_at) in found.value.items():
-        kept.store(subkey, value, expires_at)
-    return ValueWithExpiration(kept, kept.latest_expiration_time) if kept.data else None
+        protocol.update_routing_table = update_routing_table
 
 
 def _without_peer(text: str, peer: PeerId) -> str:
@@ -420,6 +447,14 @@ class _Records(DictionaryDHTValue):  # type: ignore[misc]
         if held is None and len(self.data) >= limits.MAX_MEMBERS and len(self) >= limits.MAX_MEMBERS:
             return False  # who is there stays: a flood of new names cannot push members out
         return bool(super().store(key, value, expiration_time))
+
+    def merge(self, other: Any) -> None:
+        for subkey, (value, expires_at) in other.items():
+            self.store(subkey, value, expires_at)
+
+    def expiry_of(self, subkey: bytes) -> float | None:
+        held = self.data.get(subkey)
+        return None if held is None else float(held.expiration_time)
 
     @classmethod
     def unpackb(cls, raw: bytes) -> _Records:

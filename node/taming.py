@@ -20,6 +20,14 @@ class Calls(dict[Any, Any]):
         return call is not None and not call.done()
 
 
+class Serving(dict[Any, "asyncio.Task[Any]"]):
+    """Calls being answered. hivemind would keep those that their caller cancelled for ever."""
+
+    def __setitem__(self, key: Any, task: asyncio.Task[Any]) -> None:
+        super().__setitem__(key, task)
+        task.add_done_callback(lambda done: self.pop(key, None))
+
+
 class _ToOurs(logging.Handler):
     """hivemind's lines, at DEBUG: what it warns about is a swarm's daily life."""
 

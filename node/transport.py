@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 SLICE_BYTES: Final = 256 * 1024  # of a body, written at once: keeps each turn of the event loop short
 WRITE_BUFFER_BYTES: Final = 1024 * 1024
-LINGER_S: Final = 2.0  # how long the last writer waits for the reader to hang up
+LINGER_S: Final = 2.0  # how long the last writer waits for the reader to hang up …
+UNDER_WAY_BYTES: Final = 2 * 1024 * 1024  # … and longer if what it wrote last can still be in buffers …
+SLOWEST_BYTES_PER_S: Final = 64 * 1024  # … on a slow link
 END_TIMEOUT_S: Final = 2.0  # to tell a peer that its stream ends badly
 BUSY_RETRY_S: Final = 2.0  # what a peer over the bound of streams is told
 
@@ -77,7 +79,7 @@ class PeerStream:
         self._greeted_at: tuple[float, float] | None = None  # our hello's time, by the clock and by the monotonic one; None: done
         self._incoming: tuple[int, int] | Message | None = None  # how far a frame was read when its `receive` ran out of time
         self._body_bytes = 0
-        self._wrote_last = False
+        self._unanswered_bytes = 0  # written since the last frame from the other side; 0: we did not write last
         self._mid_frame = False  # we wrote part of a frame: nothing more can follow
         self._broken = False
         self._closed = False
@@ -107,7 +109,7 @@ class PeerStream:
             raise self._fault("hung up") from None
         self._transport.traffic.bytes_out += len(header) + view.nbytes
         self._mid_frame = self._broken = False
-        self._wrote_last = True
+        self._unanswered_bytes += len(header) + view.nbytes
 
     async def receive(self, *, timeout_s: float, max_body: int = 0) -> tuple[Message, memoryview]:
         """Read one frame. After a deadline that passed it can be called again. Raises: NetworkFault, Malformed, Incompatible."""
@@ -173,7 +175,7 @@ class PeerStream:
         body = await self._reader.readexactly(body_bytes) if body_bytes else b""
         self._transport.traffic.bytes_in += body_bytes
         self._incoming = None
-        self._wrote_last = False
+        self._unanswered_bytes = 0
         return message, memoryview(body)
 
     def _write(self, data: bytes | memoryview) -> None:
@@ -191,9 +193,10 @@ class PeerStream:
             return
         self._closed = True
         try:
-            if self._wrote_last and not self._broken:
+            if self._unanswered_bytes and not self._broken:
+                linger_s = LINGER_S + min(self._unanswered_bytes, UNDER_WAY_BYTES) / SLOWEST_BYTES_PER_S
                 with contextlib.suppress(TimeoutError, OSError):
-                    async with asyncio.timeout(LINGER_S):
+                    async with asyncio.timeout(linger_s):
                         while await self._reader.read(SLICE_BYTES):
                             pass
         finally:

@@ -46,6 +46,13 @@ async def until(check: Callable[[], Awaitable[bool]], within_s: float = 20.0) ->
             await asyncio.sleep(0.05)
 
 
+async def until_async(check: Callable[[], bool], within_s: float = 10.0) -> None:
+    async def asked() -> bool:
+        return check()
+
+    await until(asked, within_s)
+
+
 async def test_two_nodes_see_each_others_announcement(net_factory: MakeNet) -> None:
     host = await net_factory()
     joiner = await net_factory(host)
@@ -125,6 +132,14 @@ async def test_an_older_copy_does_not_shorten_the_life_of_a_newer_one(net_factor
 
 
 # ---- hostile writers: they speak the DHT's own calls, as a changed node would ---------------------------------------------------------
+
+
+def hivemind_module(name: str) -> Any:
+    """A module of hivemind that our node has loaded already: importing it by name would load all of hivemind, and torch."""
+    import blocktrain.node.libp2p as loaded
+
+    assert loaded
+    return sys.modules[f"hivemind.{name}"]
 
 
 def hashed(key: records.Key) -> Any:
@@ -252,8 +267,7 @@ async def test_hostile_node_ids_leave_no_traceback(net_factory: MakeNet, caplog:
     """hivemind handles these in tasks that nobody awaits: the loop would print their tracebacks."""
     import gc
 
-    from hivemind.proto import dht_pb2
-
+    dht_pb2 = hivemind_module("proto.dht_pb2")
     host = await net_factory()
     attacker = await net_factory(host)
     stub = attacker.libp2p._dht.protocol.get_stub(host.libp2p._p2p.peer_id)
@@ -270,6 +284,107 @@ async def test_hostile_node_ids_leave_no_traceback(net_factory: MakeNet, caplog:
     assert await announce(attacker)
     assert attacker.directory.peer in await seen_by(host)
     assert [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
+
+
+async def test_one_peer_cannot_fill_a_routing_table_nor_take_anothers_place(net_factory: MakeNet) -> None:
+    dht_pb2 = hivemind_module("proto.dht_pb2")
+    from blocktrain.node.libp2p import DHTID
+
+    host = await net_factory()
+    victim = await net_factory(host)
+    attacker = await net_factory(host)
+    table = host.libp2p._dht.protocol.routing_table
+    stub = attacker.libp2p._dht.protocol.get_stub(host.libp2p._p2p.peer_id)
+    victims_id = victim.libp2p._dht.node_id
+    for claimed in [*(DHTID.generate() for _ in range(60)), victims_id]:
+        await stub.rpc_ping(dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=claimed.to_bytes())), timeout=5)
+    await until_async(lambda: attacker.directory.peer in host.libp2p.neighbours())
+    assert len(table.uid_to_peer_id) <= 2
+    assert table.get(node_id=victims_id) == victim.libp2p._p2p.peer_id
+    assert await announce(victim)
+    assert victim.directory.peer in await seen_by(host)
+
+
+async def test_a_frozen_node_costs_the_time_given_but_not_what_the_others_answered(net_factory: MakeNet) -> None:
+    host = await net_factory()
+    joiner = await net_factory(host)
+    frozen = await net_factory(host)
+    for net in (host, joiner, frozen):
+        assert await announce(net)
+    pid = frozen.libp2p.daemon_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        seen = await joiner.directory.read_block(RUN, 0, 0, timeout_s=1.0)
+        assert time.monotonic() - began < 2.5
+        assert {each.peer for each in seen} >= {host.directory.peer, joiner.directory.peer}
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+# ---- what is kept for others, without a network -----------------------------------------------------------------------------------------
+
+
+def names(count: int) -> list[bytes]:
+    return [ids.peer_bytes(ids.peer_id_of_key(number.to_bytes(32, "big"))) for number in range(count)]
+
+
+def test_a_dictionary_from_a_peer_is_read_around_what_cannot_be_a_record() -> None:
+    import msgpack
+
+    from blocktrain.node.libp2p import _DICTIONARY, _Records, _Serializer
+
+    far = time.time() + 60
+    good = names(2)
+    items = [[good[0], b"a", far], [7, b"b", far], ["text", b"c", far], [b"short", b"d", far], [good[1], {"x": 1}, far],
+             [good[1], b"e", "far"], [[1], b"f", far], [good[1], b"g"], None, [good[1], b"h", far]]  # fmt: skip
+    packed = msgpack.packb(msgpack.ExtType(_DICTIONARY, msgpack.packb([None, far, items])))
+    read = _Serializer.loads(packed)
+    assert isinstance(read, _Records)
+    assert {name: item.value for name, item in read.items()} == {good[0]: b"a", good[1]: b"h"}
+    assert {name: item.value for name, item in _Serializer.loads(_Serializer.dumps(read)).items()} == {good[0]: b"a", good[1]: b"h"}
+
+
+def test_what_is_kept_for_others_is_bounded_and_members_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    from blocktrain.node import libp2p
+
+    monkeypatch.setattr(limits, "MAX_MEMBERS", 5)
+    monkeypatch.setattr(libp2p, "MAX_KEYS_HELD", 3)
+    monkeypatch.setattr(libp2p, "MAX_RECORDS_HELD", 9)
+    storage, far = libp2p._Storage(), time.time() + 60
+    keys = [libp2p.DHTID.generate(source=number) for number in range(5)]
+    kept = [[storage.store_subkey(key, name, b"v", far) for name in names(7)] for key in keys]
+    assert [sum(each) for each in kept] == [5, 4, 0, 0, 0], "five a key, nine in all"
+    assert storage.store_subkey(keys[0], names(1)[0], b"w", far + 1), "who is there can renew"
+    assert not storage.store_subkey(keys[0], names(1)[0], b"x", far), "by a later record only"
+    assert storage.get(keys[0]).expiration_time == far + 1
+    assert storage.get(keys[0]).value.data[names(1)[0]].value == b"w"
+
+
+def test_places_are_free_again_when_records_have_expired(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed_storage = hivemind_module("utils.timed_storage")
+    from blocktrain.node import libp2p
+
+    now = 1000.0
+    monkeypatch.setattr(timed_storage, "get_dht_time", lambda: now)
+    monkeypatch.setattr(libp2p, "MAX_RECORDS_HELD", 3)
+    storage, key = libp2p._Storage(), libp2p.DHTID.generate(source=1)
+    assert [storage.store_subkey(key, name, b"v", now + 10) for name in names(4)] == [True, True, True, False]
+    now = 1011.0
+    assert storage.store_subkey(key, names(4)[3], b"v", now + 10)
+
+
+async def test_an_answer_to_a_call_that_was_given_up_does_not_break_the_reader() -> None:
+    """hivemind sets the result of whatever call the answer names; a cancelled one would raise, and end the only reader."""
+    from blocktrain.node.taming import Calls
+
+    calls = Calls()
+    calls[1] = asyncio.get_running_loop().create_future()
+    assert 1 in calls
+    calls[1].cancel()
+    assert 1 not in calls
+    assert calls.pop(1, None) is not None
 
 
 # ---- a stock hivemind-dht process as the only bootstrap: it stores anything -----------------------------------------------------------

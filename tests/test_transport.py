@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from blocktrain.node import transport
 from blocktrain.node.network import Net
 from blocktrain.node.ports import Busy, Stream, UnknownState
 from blocktrain.node.transport import Met
@@ -221,6 +222,26 @@ async def test_a_body_where_none_is_expected_and_a_longer_one_than_expected_are_
             await stream.receive(timeout_s=WAIT_S, max_body=allowed)
         assert caught.value.peer == b.peer
         await stream.close()
+
+
+async def test_who_writes_last_over_a_slow_link_waits_until_it_was_read(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seconds would do for a small message; a large one may still lie in buffers then."""
+    monkeypatch.setattr(transport, "LINGER_S", 0.01)
+    monkeypatch.setattr(transport, "SLOWEST_BYTES_PER_S", 100_000)
+    a, b = swarm.node("a"), swarm.node("b")
+    body, got = bytes(200_000), asyncio.get_running_loop().create_future()
+
+    async def handler(stream: Stream) -> None:
+        _, read = await stream.receive(timeout_s=WAIT_S, max_body=len(body))
+        got.set_result(bytes(read))
+
+    await b.transport.serve(INFO, handler)
+    swarm.delay(a, b, 0.1)
+    stream = await a.transport.open(b.peer, INFO, timeout_s=WAIT_S)
+    await stream.send(Ask("ping"), body, timeout_s=WAIT_S)
+    await stream.close()  # drops what is under way, in this network as in libp2p
+    async with asyncio.timeout(WAIT_S):
+        assert await got == body
 
 
 async def test_a_dead_peer_is_a_fault_at_once_and_nobody_calls_himself(swarm: Swarm) -> None:
