@@ -17,14 +17,17 @@ from blocktrain.protocol import facts as f
 from blocktrain.protocol import limits, pairing
 from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
 from blocktrain.protocol.chance import Rng
-from blocktrain.protocol.exchange import offer_stands
+from blocktrain.protocol.exchange import Result, offer_stands
 from blocktrain.protocol.ids import Digest, PeerId, short
 from blocktrain.protocol.manifest import Manifest
-from blocktrain.protocol.membership import Member, Members
+from blocktrain.protocol.membership import Member, Members, believable_round
 
 FETCH_WHEN_BEHIND: Final = 10  # rounds: a node that starts (or was away) further behind than this takes state instead of averaging
 FETCH_RETRY_S: Final = 3.0
 FETCH_TRIES: Final = 6  # then a fresh node starts from its own state, if it may
+FETCH_AGAIN_S: Final = 30.0  # before downloading is thought of again after that: training goes on, whatever somebody announces
+STALLS_FORGIVEN: Final = 2  # exchanges in a row that a peer begins and lets hang; then its offers are declined while it is put off
+MAX_STALLERS: Final = 256  # peers whose hanging exchanges are remembered
 FIRST_READS: Final = 2  # reads of our own block before "nobody has a newer state" is believed
 BUSY_RETRY_S: Final = 1.0
 MAX_OTHER_BLOCKS_READ: Final = 8  # per refresh; larger runs take turns
@@ -100,6 +103,7 @@ class Core:
         self._due = False  # H steps have passed without a merge
         self._asked: dict[PeerId, str] = {}  # who was asked in this round and what came of it
         self._met_anybody = False
+        self._stalls: dict[PeerId, int] = {}  # exchanges that a peer began, one after the other, and let hang
 
     # ---- facts ------------------------------------------------------------------------------------------------------------------
 
@@ -163,14 +167,25 @@ class Core:
             if self._own_reads < FIRST_READS:
                 self._read_at = min(self._read_at, now + 0.5)
             return self._catch_up(now)
-        if self.phase == "training" and self.current is None and self._behind(now) >= FAR_BEHIND_ROUNDS:
-            self._fetch_tries = 0
+        # A replica that never got any state from the swarm is not one of the swarm yet, however far it came alone.
+        enough = FETCH_WHEN_BEHIND + 1 if self._fresh else FAR_BEHIND_ROUNDS
+        if self.phase == "training" and self.current is None and now >= self._fetch_at and self._behind(now) >= FAR_BEHIND_ROUNDS:
+            self._fetch_tries = FETCH_TRIES - 1  # one: we have a state of our own to go on with
             return self._catch_up(now)
         return []
 
+    def _newest(self, now: float) -> tuple[int, list[PeerId]]:
+        """The newest round that can be downloaded, and who announced it. Our own round has a say in what is believed."""
+        round, donors = self.members.newest(self.block, now)
+        if self._fresh:
+            return round, donors
+        holders = self.members.holders(self.block, now, trained_only=True)
+        believed = believable_round([self.round, *(member.round for member in holders)])
+        return (round, donors) if round <= believed else (believed, [member.peer for member in holders if member.round == believed])
+
     def _behind(self, now: float) -> int:
         """Rounds between our published state and the newest that can be downloaded; not above 0 where there is none."""
-        return self.members.newest(self.block, now)[0] - self.round
+        return self._newest(now)[0] - self.round
 
     def _catch_up(self, now: float) -> list[f.Decision]:
         """Download state where somebody has a newer one worth having; else train from what we have."""
@@ -179,10 +194,12 @@ class Core:
         behind = self._behind(now)
         wanted = behind > 0 if self._fresh else behind > FETCH_WHEN_BEHIND
         if wanted and self._fetch_tries < FETCH_TRIES:
-            round, donors = self.members.newest(self.block, now)
+            round, donors = self._newest(now)
             others = [m.peer for m in self.members.holders(self.block, now, trained_only=True) if m.avoided_s <= 0]
             self._fetching = True
             self._enter("fetching", now)
+            if self._fetch_tries:  # who announced that round does not give it: what others have is better than nothing
+                round = self.round + 1
             return [f.Fetch(round, tuple(dict.fromkeys([*donors, *others])))]
         if self._own_reads < FIRST_READS:
             return []
@@ -197,6 +214,9 @@ class Core:
             return self._start_training(now)
         self._fetch_tries += 1
         self._fetch_why = fact.why
+        if self._fetch_tries >= FETCH_TRIES:
+            self._fetch_at = now + FETCH_AGAIN_S
+            return self._start_training(now)
         self._fetch_at = now + FETCH_RETRY_S * self._rng.uniform(0.5, 1.5)
         self._own_reads = min(self._own_reads, FIRST_READS - 1)  # look again before the next try
         self._read_at = now
@@ -260,6 +280,8 @@ class Core:
         if fact.offer.block != self.block:
             return "block", 3600.0
         put_off_s = self.members.offence_s(fact.peer, now)
+        if self._stalls.get(fact.peer, 0) >= STALLS_FORGIVEN:
+            put_off_s = max(put_off_s, self.members.avoided(fact.peer, now))
         if put_off_s > 0:
             return "put-off", put_off_s
         if self.round - fact.offer.round >= FAR_BEHIND_ROUNDS:
@@ -271,11 +293,12 @@ class Core:
     def _ended(self, fact: f.Ended, now: float) -> list[f.Decision]:
         result = fact.result
         ours = self.current is not None and self.current.id == fact.exchange
-        if ours:
+        if ours and self.current is not None:
+            self._note_stall(self.current, result)
             self.current = None
         self._count(fact, now)
         if result.kind in ("merged", "one_sided"):
-            self._due = False
+            self._due = self._fresh = False
             self._queue.clear()
             return []
         if not ours or (result.kind, result.why) == ("declined", "crossed"):
@@ -283,6 +306,16 @@ class Core:
         if result.kind in ("late", "lost"):
             self._queue = self._queue[:1]  # the round has waited enough: one more try, then it is our own
         return self._next_offer(now, fresh=False)
+
+    def _note_stall(self, current: Current, result: Result) -> None:
+        """We have one exchange at a time: whoever begins them and lets them hang would keep us from all others."""
+        if result.kind in ("merged", "one_sided"):
+            self._stalls.pop(current.peer, None)
+        elif not current.ours and result.kind in ("late", "lost"):
+            stalls = self._stalls.pop(current.peer, 0)
+            self._stalls[current.peer] = stalls + 1
+            if len(self._stalls) > MAX_STALLERS:
+                del self._stalls[next(iter(self._stalls))]
 
     def _count(self, fact: f.Ended, now: float) -> None:
         result, peer, counters = fact.result, fact.peer, self.counters

@@ -109,6 +109,17 @@ def test_a_failed_download_is_tried_again_and_says_why_it_waits() -> None:
     assert "Fetch" in kinds(core.handle(f.Saw(0, (seen(LOW),)), later) + core.handle(f.Saw(0, (seen(LOW),)), later + 0.5))
 
 
+def test_a_joiner_that_had_to_start_alone_takes_state_as_soon_as_it_can_and_one_that_has_merged_goes_on_averaging() -> None:
+    for merged, expected in ((False, ["Fetch"]), (True, [])):
+        core = node(expects_peers=False)
+        core.handle(f.Began(0, Digest(b"d" * 32), fresh=True), T0)
+        if merged:
+            take = only(core.handle(f.Offered(LOW, offer(round=0)), T0 + 1), f.Take)
+            assert isinstance(take, f.Take)
+            core.handle(f.Ended(take.exchange, LOW, Result("merged"), 1.0), T0 + 2)
+        assert kinds(core.handle(f.Saw(0, (seen(LOW, round=FETCH_WHEN_BEHIND + 1),)), T0 + 3)) == expected
+
+
 def test_a_checkpoint_a_few_rounds_old_is_averaged_and_an_old_one_is_replaced() -> None:
     for behind, expected in ((FETCH_WHEN_BEHIND, "Train"), (FETCH_WHEN_BEHIND + 1, "Fetch")):
         core = node()
