@@ -4,13 +4,17 @@ A client opens one stream to every holder of its chain, so each can tell it dire
 is. A step comes from the client (to the first holder, or to all of them when the client adds up itself) or over the link from
 the holder before; it goes on to `next_peer` over a link of our own, or back to the client as `Scored` where there is none. The
 session's id, drawn by the client, is what entitles a link to use it. All compute happens in the server's thread.
+
+A session is in use while steps come, whichever way they come: holders behind the first hear from their client only at its end. One that
+nobody used for `SESSION_IDLE_S` ends with notice. Whatever ends a session also ends the links into it and the one that leads on from it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from dataclasses import dataclass, field, replace
+import contextlib
+from dataclasses import dataclass, field
+from typing import Final
 
 from blocktrain.node.ports import Busy, Published, Server, Stream, Transport, UnknownState
 from blocktrain.protocol import limits, sweep
@@ -19,27 +23,35 @@ from blocktrain.protocol.ids import Digest, PeerId, short
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.messages import LINK, Close, End, Link, Open, Ready, Step
 
+FOREVER_S: Final = 86_400.0  # of a wait that something else ends: the session's idle time
+MAX_LINKS: Final = 2  # into one session: the one in use, and one that is being replaced
 
-@dataclass
+
+@dataclass(eq=False)
 class Session:
-    """One client's session here."""
+    """One client's session here. Its deadlines are moved from outside: `idle` by every step, those of the links by its end."""
 
     opened: Open
     client: Stream
     published: Published
+    idle: asyncio.Timeout
     link: Stream | None = None  # to the next holder, opened by the first step
+    links_in: set[asyncio.Timeout] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one step at a time, and one writer on each stream
 
 
 class Holder:
     """Serves `SWEEP` and `LINK` streams of one block."""
 
-    def __init__(self, manifest: Manifest, block: int, server: Server, transport: Transport) -> None:
+    def __init__(
+        self, manifest: Manifest, block: int, server: Server, transport: Transport, *, idle_s: float = limits.SESSION_IDLE_S
+    ) -> None:
         self._manifest = manifest
         self._block = block
         self._shape = sweep.Shape.of(manifest)
         self._server = server
         self._transport = transport
+        self._idle_s = idle_s
         self._sessions: dict[bytes, Session] = {}
         self.tokens_served = 0
 
@@ -47,7 +59,7 @@ class Holder:
         return len(self._sessions)
 
     async def handle_sweep(self, stream: Stream) -> None:
-        """One client's stream: Open → Ready, then its steps until it closes, goes silent, or leaves."""
+        """One client's stream: Open → Ready, then its steps until it closes, leaves, or uses it no more."""
         opened, _ = await stream.receive(timeout_s=limits.OPEN_TIMEOUT_S)
         if not isinstance(opened, Open):
             raise Malformed(f"{type(opened).__name__} on a sweep stream")
@@ -60,19 +72,23 @@ class Holder:
         except Busy as busy:
             await stream.send(End("busy", str(busy), busy.retry_after_s), timeout_s=limits.OPEN_TIMEOUT_S)
             return
-        except UnknownState:
-            await stream.send(End("unknown", "that state is not kept here (any more)"), timeout_s=limits.OPEN_TIMEOUT_S)
+        except UnknownState as gone:
+            await stream.send(End("unknown", str(gone)), timeout_s=limits.OPEN_TIMEOUT_S)
             return
-        session = Session(opened, stream, published)
-        self._sessions[opened.session] = session
         try:
-            await stream.send(Ready(opened.session, self._block, published.round, published.digest), timeout_s=limits.OPEN_TIMEOUT_S)
-            await self._client_steps(session)
-        finally:
-            del self._sessions[opened.session]
-            self._server.close(opened.session)
-            if session.link is not None:
-                await session.link.close()
+            async with asyncio.timeout(self._idle_s) as idle:
+                session = self._sessions[opened.session] = Session(opened, stream, published, idle)
+                try:
+                    ready = Ready(opened.session, self._block, published.round, published.digest)
+                    await stream.send(ready, timeout_s=limits.OPEN_TIMEOUT_S)
+                    await self._client_steps(session)
+                finally:
+                    self._close(session)
+                    if session.link is not None:
+                        await session.link.close()
+        except TimeoutError:
+            why = f"the session was not used for {self._idle_s:g} s and has ended here"
+            await stream.send(End("late", why), timeout_s=limits.OPEN_TIMEOUT_S)
 
     async def handle_link(self, stream: Stream) -> None:
         """The holder before us, for one session: its steps until it closes or the session ends."""
@@ -80,17 +96,28 @@ class Holder:
         if not isinstance(link, Link):
             raise Malformed(f"{type(link).__name__} on a link stream")
         session = self._sessions.get(link.session)
-        if session is None or link.run != self._manifest.run or link.block != self._block:
+        if session is None or link.run != self._manifest.run or link.block != self._block or len(session.links_in) >= MAX_LINKS:
             await stream.send(End("unknown", "no such session here"), timeout_s=limits.OPEN_TIMEOUT_S)
             return
-        await stream.send(
-            Ready(link.session, self._block, session.published.round, session.published.digest), timeout_s=limits.OPEN_TIMEOUT_S
-        )
-        while link.session in self._sessions:
-            step, body = await stream.receive(timeout_s=limits.SESSION_IDLE_S, max_body=limits.MAX_BODY_BYTES)
-            if not isinstance(step, Step):
-                return
-            await self._work(session, step, body)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None) as end_of_session:
+                session.links_in.add(end_of_session)
+                try:
+                    ready = Ready(link.session, self._block, session.published.round, session.published.digest)
+                    await stream.send(ready, timeout_s=limits.OPEN_TIMEOUT_S)
+                    while True:
+                        step, body = await stream.receive(timeout_s=FOREVER_S, max_body=limits.MAX_BODY_BYTES)
+                        if not isinstance(step, Step):
+                            return
+                        await self._work(session, step, body)
+                finally:
+                    session.links_in.discard(end_of_session)
+
+    def _close(self, session: Session) -> None:
+        del self._sessions[session.opened.session]
+        self._server.close(session.opened.session)
+        for link in session.links_in:
+            link.reschedule(asyncio.get_running_loop().time())
 
     def _objection(self, opened: Open) -> End | None:
         if opened.run != self._manifest.run:
@@ -105,9 +132,10 @@ class Holder:
 
     async def _client_steps(self, session: Session) -> None:
         while True:
-            message, body = await session.client.receive(timeout_s=limits.SESSION_IDLE_S, max_body=limits.MAX_BODY_BYTES)
+            message, body = await session.client.receive(timeout_s=FOREVER_S, max_body=limits.MAX_BODY_BYTES)
             if isinstance(message, Close):
-                await session.client.send(End("ok"), timeout_s=limits.OPEN_TIMEOUT_S)
+                async with session.lock:
+                    await session.client.send(End("ok"), timeout_s=limits.OPEN_TIMEOUT_S)
                 return
             if not isinstance(message, Step):
                 raise Malformed(f"{type(message).__name__} inside a session")
@@ -116,18 +144,18 @@ class Holder:
     async def _work(self, session: Session, step: Step, body: memoryview) -> None:
         """Our part of one traversal. What goes wrong further down the chain is told to the client, on its own stream."""
         async with session.lock:
-            began = time.monotonic()
+            loop = asyncio.get_running_loop()
+            if not session.idle.expired():
+                session.idle.reschedule(loop.time() + self._idle_s + limits.HOP_TIMEOUT_S)
             try:
                 onward, onward_body = await self._server.step(session.opened.session, step, body)
             except PeerFault as fault:
                 await self._tell(session, End("malformed", fault.why[: limits.MAX_TEXT_CHARS]))
                 raise
-            except UnknownState as gone:  # the session was older than the states that are kept: the client opens a new one
+            except UnknownState as gone:  # it was evicted: the client opens a new one
                 await self._tell(session, End("unknown", str(gone)))
                 return
             self.tokens_served += step.want * step.rows
-            spent = time.monotonic() - began
-            onward = replace(onward, compute_s=step.compute_s + spent)
             if not session.opened.next_peer:
                 scored = sweep.scored(onward, self._shape)
                 await session.client.send(scored, onward_body, timeout_s=limits.HOP_TIMEOUT_S)

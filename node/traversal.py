@@ -1,45 +1,42 @@
 """A client's open chain: one session across the holders of a run, moved to other holders when one fails.
 
-Implements the `Traversals` port of the generation engine over real streams. One stream goes to every holder; a step enters at the first (or
-at all of them: route `star`), and the last answers. Every stream is listened to all the time, because the holder whose stream ends, or who
-says that the next one is gone, is the one to replace. Then a new session is opened on the mended chain and the caches are filled again
-from the tokens that we keep; nobody else's state is needed. A holder that is frozen says nothing: at the deadline all are pinged, and those
-that do not answer are replaced.
+Implements the `Traversals` port of the generation engine over real streams. There are two routes: along the `chain`, from holder to holder,
+the last one answers; or as a `star`, where the client asks every holder itself and adds up, in the chain's order and with the chain's
+rounding, so that both give the same numbers to the last bit. When a session breaks, a new one is opened on the mended chain and the caches
+are filled again from the tokens that we keep; nobody else's state is needed. Holders are asked for the very states that served before,
+so that a text goes on as it would have; where that cannot be, the report says so.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Final, Literal
 
-from blocktrain.node.join import ask
-from blocktrain.node.ports import Stream, Transport
-from blocktrain.protocol import chains, limits, sweep
+import numpy as np
+
+from blocktrain.node.legs import Broken, Leg, Session
+from blocktrain.node.ports import Transport
+from blocktrain.protocol import chains, sweep
 from blocktrain.protocol.chains import Chain, Hop
-from blocktrain.protocol.errors import Malformed, NetworkFault, PeerFault
-from blocktrain.protocol.ids import NO_DIGEST, PeerId, short
+from blocktrain.protocol.errors import NetworkFault, NoPeers
+from blocktrain.protocol.ids import NO_DIGEST, PeerId
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.membership import Members
-from blocktrain.protocol.messages import SWEEP, Close, End, Open, Ready, Scored, Step
+from blocktrain.protocol.messages import Scored, Step
 
 log = logging.getLogger("blocktrain.client")
 
-PING_TIMEOUT_S = 2.0
-MAX_MENDS = 8  # of one traversal; a swarm that fails more often than that is not there
+MAX_MENDS: Final = 8  # of one traversal; a swarm that fails more often than that is not there
+MAX_WAIT_S: Final = 30.0  # for holders that have no room, over one traversal
+SECOND_CHANCE_S: Final = 0.5  # before a holder that nobody can replace is called again
+USUAL_S: Final = 2.0  # an answer that takes longer is asked after, until it is known what is usual
+LATER: Final = 4.0  # times what is usual
 
-
-@dataclass
-class Leg:
-    """One holder of the open chain."""
-
-    hop: Hop
-    stream: Stream
-    ready: Ready
-    listening: asyncio.Task[None]
+Route = Literal["chain", "star"]
 
 
 @dataclass
@@ -47,23 +44,30 @@ class Report:
     """What the answer says about where it came from (honest answers): filled while the chain is used."""
 
     peers: list[tuple[int, PeerId, int, str]] = field(default_factory=list)  # block, peer, round, digest (hex)
-    mended: list[str] = field(default_factory=list)  # who was replaced, and why
+    missing: list[int] = field(default_factory=list)  # blocks that nobody serves
+    mended: list[str] = field(default_factory=list)  # what broke, in order
     digests_changed: bool = False  # a replacement had another state: the text is not what one state would have written
+    route: Route = "chain"
     compute_s: float = 0.0
     traversals: int = 0
 
 
-class Broken(Exception):
-    """The open chain cannot go on. `culprits` are the peers to replace; none where nobody is to blame."""
+@dataclass
+class _Trouble:
+    """What went wrong during one traversal, so that its mending ends."""
 
-    def __init__(self, why: str, culprits: list[PeerId], offence: bool = False) -> None:
-        super().__init__(why)
-        self.culprits = culprits
-        self.offence = offence
+    failed: set[PeerId] = field(default_factory=set)
+    second_chances: set[PeerId] = field(default_factory=set)
+    waited_s: float = 0.0
 
 
 class SwarmChain:
-    """Use as `async with`. `clock` is Unix seconds; `look` reads the directory again into `members`."""
+    """Use as `async with`. `clock` is Unix seconds; `look` reads the directory again into `members`.
+
+    Args:
+        require_all: a block without a holder is an error; otherwise its share is missing, and the report says so.
+        route: "chain", "star", or "auto": what is expected to be faster by the measured round trips.
+    """
 
     def __init__(
         self,
@@ -75,6 +79,7 @@ class SwarmChain:
         clock: Callable[[], float],
         rng: Random,
         require_all: bool = True,
+        route: str = "auto",
     ) -> None:
         self._transport = transport
         self._manifest = manifest
@@ -84,14 +89,16 @@ class SwarmChain:
         self._clock = clock
         self._rng = rng
         self._require_all = require_all
+        self._wish = route
         self._chain: Chain | None = None
-        self._legs: list[Leg] = []
-        self._scored: asyncio.Queue[tuple[Scored, memoryview] | Broken] = asyncio.Queue()
+        self._session: Session | None = None
         self._recall = sweep.Recall(self._shape)
+        self._usual_s = USUAL_S
         self.report = Report()
 
     async def __aenter__(self) -> SwarmChain:
-        self._chain = self._plan()
+        self._chain = chains.plan(self._members, self._manifest.blocks, self._clock(), self._rng, require_all=self._require_all)
+        self.report.missing = list(self._chain.missing)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -107,174 +114,171 @@ class SwarmChain:
 
         Raises: NoPeers: a block has no holder left. NetworkFault: the swarm fails faster than it can be mended.
         """
+        trouble = _Trouble()
         for _ in range(MAX_MENDS):
             try:
-                fresh = not self._legs
-                if fresh:
-                    await self._open()
+                fresh = self._session is None
+                if self._session is None:
+                    self._session = await self._open(step)
                 steps = self._recall.again(step) if fresh else [step]
                 for one in steps:
-                    scored, out = await self._once(one, body if one is steps[-1] else b"")
+                    scored, out = await self._once(self._session, one)
                 self._recall.note(step, scored.tokens)
                 self.report.traversals += 1
                 self.report.compute_s += scored.compute_s
                 return scored, out
             except Broken as broken:
-                await self._mend(broken)
+                await self._mend(broken, trouble)
         raise NetworkFault(f"the chain was mended {MAX_MENDS} times for one traversal; last: {self.report.mended[-1]}")
 
     # ---- one session ------------------------------------------------------------------------------------------------------------
 
-    async def _open(self) -> None:
-        """A new session on all holders of the planned chain, opened at once."""
-        session = self._rng.randbytes(16)
-        hops = self.chain.hops
-        self._scored = asyncio.Queue()
-        results = await asyncio.gather(
-            *(self._open_leg(session, hop, hops[index + 1] if index + 1 < len(hops) else None) for index, hop in enumerate(hops)),
-            return_exceptions=True,
+    async def _open(self, step: Step) -> Session:
+        """A new session on all holders of the planned chain, and what the report says about them."""
+        route = self._route(step)
+        before = {block: bytes.fromhex(digest) for block, _, _, digest in self.report.peers}
+        session = await Session.open(
+            self._transport,
+            self._manifest,
+            [replace(hop, digest=before.get(hop.block, NO_DIGEST)) for hop in self.chain.hops],
+            self._rng.randbytes(16),
+            linked=route == "chain",
+            met=lambda peer: self._members.succeeded(peer, self._clock()),
         )
-        broken: Broken | None = None
-        for result in results:
-            if isinstance(result, Leg):
-                self._legs.append(result)
-            elif isinstance(result, Broken):
-                broken = broken or Broken(str(result), [], result.offence)
-                broken.culprits += result.culprits
-            elif isinstance(result, BaseException):
-                raise result
-        if broken is not None:
-            raise broken
-        for leg in self._legs:
-            before = next((row for row in self.report.peers if row[0] == leg.hop.block), None)
-            if before is not None and before[3] != leg.ready.digest.hex():
-                self.report.digests_changed = True
-            self.report.peers = [row for row in self.report.peers if row[0] != leg.hop.block]
-            self.report.peers.append((leg.hop.block, leg.hop.peer, leg.ready.round, leg.ready.digest.hex()))
-        self.report.peers.sort()
+        self.report.route = route
+        served = {leg.hop.block: leg.hop for leg in session.legs}
+        self.report.peers = [(block, hop.peer, hop.round, hop.digest.hex()) for block, hop in sorted(served.items())]
+        self.report.digests_changed |= any(before.get(block, hop.digest) != hop.digest for block, hop in served.items())
+        self._chain = replace(self.chain, hops=tuple(served.get(hop.block, hop) for hop in self.chain.hops))
+        return session
 
-    async def _open_leg(self, session: bytes, hop: Hop, onward: Hop | None) -> Leg:
-        stream: Stream | None = None
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            stream = await self._transport.open(hop.peer, SWEEP, timeout_s=limits.OPEN_TIMEOUT_S)
-            request = Open(
-                session=session,
-                run=self._manifest.run,
-                block=hop.block,
-                digest=NO_DIGEST,
-                next_peer=onward.peer if onward else "",
-                next_block=onward.block if onward else -1,
-            )
-            await stream.send(request, timeout_s=limits.OPEN_TIMEOUT_S)
-            ready, _ = await stream.receive(timeout_s=limits.OPEN_TIMEOUT_S)
-            if isinstance(ready, End):
-                raise NetworkFault(f"{ready.reason}{f', {ready.detail}' if ready.detail else ''}")
-            if not isinstance(ready, Ready) or ready.block != hop.block:
-                raise Malformed(f"{type(ready).__name__} in answer to Open")
-        except (NetworkFault, PeerFault) as fault:
-            if stream is not None:
-                await stream.close()
-            raise Broken(f"block {hop.block} at {short(hop.peer)}: {fault}", [hop.peer], isinstance(fault, PeerFault)) from None
-        self._members.succeeded(hop.peer, self._clock(), (loop.time() - began) / 2)
-        listening = asyncio.create_task(self._listen(hop, stream), name=f"sweep-{short(hop.peer)}")
-        return Leg(hop, stream, ready, listening)
+    def _route(self, step: Step) -> Route:
+        if len(self.chain.hops) == 1 or (step.noisy and self._wish == "auto"):
+            return "chain"  # z goes from block to block: asking everybody takes B turns then
+        if self._wish == "auto":
+            return chains.cheaper_route(self.chain, drafts=step.draft > 0)
+        return "star" if self._wish == "star" else "chain"
 
-    async def _listen(self, hop: Hop, stream: Stream) -> None:
-        """Pass on what a holder says. Its silence is no fault here: a traversal has its own deadline."""
-        try:
-            while True:
-                message, body = await stream.receive(timeout_s=3600.0, max_body=limits.MAX_BODY_BYTES)
-                if isinstance(message, Scored):
-                    self._scored.put_nowait((message, body))
-                elif isinstance(message, End):
-                    culprit = self._after(hop) if message.reason == "gone" else hop.peer
-                    self._scored.put_nowait(Broken(message.detail or message.reason, [culprit]))
-                    return
-                else:
-                    raise Malformed(f"{type(message).__name__} inside a session")
-        except (NetworkFault, PeerFault) as fault:
-            why = f"block {hop.block} at {short(hop.peer)}: {fault}"
-            self._scored.put_nowait(Broken(why, [hop.peer], isinstance(fault, PeerFault)))
+    async def _once(self, session: Session, step: Step) -> tuple[Scored, memoryview]:
+        began = asyncio.get_running_loop().time()
+        usual_s = max(self._usual_s, USUAL_S if step.position == 0 else 0.0)
+        if self.report.route == "chain":
+            await session.send(session.legs[0], step)
+            leg, scored, body = await session.answer(step.sequence, usual_s=usual_s)
+            self._check(leg, step, scored, body)
+        elif step.noisy:
+            scored, body = await self._relay(session, step, usual_s)
+        else:
+            scored, body = await self._star(session, step, usual_s)
+        self._usual_s = max(USUAL_S / 4, LATER * (asyncio.get_running_loop().time() - began))
+        return scored, body
 
-    def _after(self, hop: Hop) -> PeerId:
-        hops = self.chain.hops
-        place = hops.index(hop)
-        return hops[min(place + 1, len(hops) - 1)].peer
+    async def _star(self, session: Session, step: Step, usual_s: float) -> tuple[Scored, memoryview]:
+        """Ask all holders; where there is something to draft, the first one first, since the others score what it wrote."""
+        first, others = session.legs[0], session.legs[1:]
+        answers: dict[int, tuple[Scored, memoryview]] = {}
+        asked = replace(step, draft=0)
 
-    async def _once(self, step: Step, body: bytes) -> tuple[Scored, memoryview]:
-        first = self._legs[0]
-        deadline_s = limits.HOP_TIMEOUT_S + len(self._legs)
-        try:
-            async with asyncio.timeout(deadline_s):
-                await first.stream.send(step, body, timeout_s=limits.HOP_TIMEOUT_S)
-                while True:
-                    heard = await self._scored.get()
-                    if isinstance(heard, Broken):
-                        raise heard
-                    if heard[0].sequence == step.sequence:
-                        self._check(step, *heard)
-                        return heard
-        except NetworkFault as fault:
-            raise Broken(f"block {first.hop.block} at {short(first.hop.peer)}: {fault}", [first.hop.peer]) from None
-        except TimeoutError:
-            raise Broken(f"no answer in {deadline_s:.0f} s", await self._silent()) from None
+        async def collect(count: int, want: Step) -> None:
+            for _ in range(count):
+                leg, scored, body = await session.answer(step.sequence, usual_s=usual_s)
+                self._check(leg, want, scored, body)
+                answers[leg.hop.block] = (scored, body)
 
-    def _check(self, step: Step, scored: Scored, body: memoryview) -> None:
-        """The answer is the last holder's word; it must at least have the sizes that were asked for."""
+        await session.send(first, step)
+        if step.draft:
+            await collect(1, step)
+            drafted, _ = answers[first.hop.block]
+            asked = replace(asked, tokens=step.tokens + drafted.tokens)
+        await asyncio.gather(*(session.send(leg, asked) for leg in others))
+        await collect(len(session.legs) - len(answers), asked)
+        return self._added(session, answers, step)
+
+    def _added(self, session: Session, answers: dict[int, tuple[Scored, memoryview]], step: Step) -> tuple[Scored, memoryview]:
+        """The sum of the answers as the chain would have made it: in its order, rounded to fp16 after each."""
+        order = [leg.hop.block for leg in session.legs]
+        head, head_body = answers[order[0]]
+        size = step.rows * step.want * self._shape.row_bytes
+        total = np.frombuffer(head_body[:size], dtype="<f2")
+        compute_s = head.compute_s
+        for block in order[1:]:
+            scored, body = answers[block]
+            total = (total.astype(np.float32) + np.frombuffer(body, dtype="<f2")).astype("<f2")
+            compute_s += scored.compute_s
+        return replace(head, blocks=tuple(order), compute_s=compute_s), memoryview(total.tobytes() + bytes(head_body[size:]))
+
+    async def _relay(self, session: Session, step: Step, usual_s: float) -> tuple[Scored, memoryview]:
+        """From holder to holder by way of us: for noisy windows, where the holders cannot reach each other."""
+        body = memoryview(b"")
+        for leg in session.legs:
+            await session.send(leg, step, bytes(body))
+            _, scored, body = await session.answer(step.sequence, usual_s=usual_s)
+            self._check(leg, step, scored, body)
+            step = replace(step, blocks=scored.blocks, compute_s=scored.compute_s)
+        return scored, body
+
+    def _check(self, leg: Leg, step: Step, scored: Scored, body: memoryview) -> None:
+        """The answer is a holder's word; it must at least have the sizes that were asked for."""
         rows = step.rows * step.want + sweep.rows_of_draft(scored.drafted)
-        wrong = scored.want != step.want or scored.drafted > step.draft
+        wrong = scored.want != step.want or scored.drafted != step.draft
         if not step.noisy and len(body) != rows * self._shape.row_bytes:
             wrong = True
+        if self.report.route == "star" and scored.blocks != (*step.blocks, leg.hop.block):
+            wrong = True
         if wrong or len(scored.tokens) != scored.drafted * self._shape.token_bytes:
-            last = self._legs[-1].hop
-            raise Broken(f"block {last.block} at {short(last.peer)}: an answer of the wrong size", [last.peer], True)
+            raise Broken(f"block {leg.hop.block}: an answer of the wrong size", [leg.hop.peer], offence=True)
 
-    async def _silent(self) -> list[PeerId]:
-        """Who does not answer a ping now."""
+    async def _close(self, gone: set[PeerId] | None = None) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close(gone or ())
 
-        async def alive(peer: PeerId) -> bool:
-            with contextlib.suppress(NetworkFault, PeerFault):
-                await ask(self._transport, peer, "ping", timeout_s=PING_TIMEOUT_S)
-                return True
-            return False
+    # ---- mending ----------------------------------------------------------------------------------------------------------------
 
-        peers = [leg.hop.peer for leg in self._legs]
-        answers = await asyncio.gather(*(alive(peer) for peer in peers))
-        return [peer for peer, answered in zip(peers, answers, strict=True) if not answered]
-
-    async def _mend(self, broken: Broken) -> None:
+    async def _mend(self, broken: Broken, trouble: _Trouble) -> None:
         """Close the session, put the culprits off, and plan a chain without them."""
         log.info("mending the chain: %s", broken)
         self.report.mended.append(str(broken))
-        await self._close()
+        await self._close(broken.culprits)
+        if broken.relay:
+            if self._wish == "star":
+                raise NetworkFault(str(broken))  # nothing went from holder to holder: nobody can say who was late
+            self._wish = "star"
+            return
         now = self._clock()
         for peer in broken.culprits:
-            (self._members.offended if broken.offence else self._members.failed)(peer, now, str(broken))
-        excluded: set[PeerId] = set(broken.culprits)
-        await self._look()
-        self._chain = self._plan(excluded)
+            if not broken.retry_after_s:
+                (self._members.offended if broken.offence else self._members.failed)(peer, now, str(broken))
+        trouble.failed |= broken.culprits
+        if broken.culprits:
+            await self._look()
+        for hop in self.chain.hops:
+            if hop.peer in broken.culprits:
+                await self._replace(hop, broken, trouble)
 
-    def _plan(self, exclude: set[PeerId] | None = None) -> Chain:
-        now = self._clock()
-        if self._chain is None:
-            return chains.plan(self._members, self._manifest.blocks, now, self._rng, require_all=self._require_all)
-        chain = self._chain
-        for hop in chain.hops:
-            if hop.peer in (exclude or ()):
-                chain = chains.replace(chain, hop.block, self._members, now, self._rng, exclude=exclude or frozenset())
-        return chain
-
-    async def _close(self) -> None:
-        legs, self._legs = self._legs, []
-        for leg in legs:
-            leg.listening.cancel()
-        await asyncio.gather(*(leg.listening for leg in legs), return_exceptions=True)
-        await asyncio.gather(*(self._goodbye(leg) for leg in legs))
-
-    async def _goodbye(self, leg: Leg) -> None:
-        with contextlib.suppress(NetworkFault, PeerFault):
-            await leg.stream.send(Close(leg.ready.session), timeout_s=1.0)
-            await leg.stream.receive(timeout_s=1.0)
-        await leg.stream.close()
+    async def _replace(self, hop: Hop, broken: Broken, trouble: _Trouble) -> None:
+        """Another holder for one block. Where there is none: wait for the busy one, call a failed one once more, or do without."""
+        try:
+            self._chain = chains.replace(self.chain, hop.block, self._members, self._clock(), self._rng, exclude=trouble.failed)
+            return
+        except NoPeers as nobody:
+            refused = nobody
+        if broken.retry_after_s and trouble.waited_s + broken.retry_after_s <= MAX_WAIT_S:
+            trouble.waited_s += broken.retry_after_s
+            await asyncio.sleep(broken.retry_after_s)
+            trouble.failed.discard(hop.peer)
+            return
+        known = {member.peer for member in self._members.holders(hop.block, self._clock()) if not member.offender}
+        once_more = sorted(known - trouble.second_chances, key=lambda peer: peer != hop.peer)
+        if once_more and not broken.retry_after_s:
+            trouble.second_chances.add(once_more[0])
+            await asyncio.sleep(SECOND_CHANCE_S)
+            if once_more[0] != hop.peer:
+                others = known - {once_more[0]}
+                self._chain = chains.replace(self.chain, hop.block, self._members, self._clock(), self._rng, exclude=others)
+            return
+        left = tuple(other for other in self.chain.hops if other.block != hop.block)
+        if self._require_all or not left:
+            raise NoPeers(f"{refused} (last: {broken})")
+        self._chain = Chain(left, tuple(sorted((*self.chain.missing, hop.block))))
+        self.report.missing = list(self.chain.missing)

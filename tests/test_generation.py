@@ -465,3 +465,14 @@ async def test_windows_that_cannot_be_scored_are_refused() -> None:
     for windows in ([], [[1]], [[1, 2], [1, 2, 3]], [[1] * (T + 2)]):
         with pytest.raises(UsageError, match="same length"):
             await chain_loss(Toy({}), MANIFEST, windows)
+
+
+@pytest.mark.parametrize("draft", [1, 3, 8, 31])
+async def test_the_draft_width_changes_no_token_up_to_three_contexts(draft: int) -> None:
+    """Where the window is full no step can draft: that token is drawn the same way whether a draft ends there or a step begins."""
+    wish = Request(PROMPT, 3 * T, SPECULATIVE, WARM, draft=draft, adapt=False)
+    async with OfflineChain(MANIFEST, BLOCKS) as chain:
+        first = TextSweep(chain, MANIFEST, replace(wish, draft=5))
+        expected = b"".join([piece.data async for piece in first.pieces()])
+        text = TextSweep(chain, MANIFEST, wish)
+        assert b"".join([piece.data async for piece in text.pieces()]) == expected

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from blocktrain.node.compute.model import MAX_WINDOW, Block
-from blocktrain.node.compute.serving import TorchServer, Worker, load_block
+from blocktrain.node.compute import serving
+from blocktrain.node.compute.serving import KEPT_STATES, PINNED_STATES, TorchServer, Worker, load_block
 from blocktrain.node.ports import Busy, Published, UnknownState
 from blocktrain.protocol import sweep
 from blocktrain.protocol.errors import Malformed, PeerFault
@@ -285,19 +286,34 @@ async def test_a_session_stays_with_its_state_while_that_is_kept(server: TorchSe
     assert await first_row(server, b"new") != before
     assert await server.open(b"twin", published(1).digest) == published(1)
     assert await first_row(server, b"twin") == before
-    server.refresh(published(4), state_of(some_block(0)))
-    with pytest.raises(UnknownState, match="not open"):
-        await first_row(server, b"old")
+    for number in range(4, 4 + PINNED_STATES):
+        server.refresh(published(number), state_of(some_block(0)))
+    assert await first_row(server, b"old") == before, "many rounds later"
+    server.close(b"twin")
+    server.close(b"old")
     with pytest.raises(UnknownState, match="not kept"):
         await server.open(b"late", published(1).digest)
     assert server.sessions() == 1
 
 
-async def test_a_state_that_nobody_uses_is_kept_for_one_more_round_only(server: TorchServer) -> None:
-    server.refresh(published(2), state_of(some_block(0)))
+async def test_where_memory_is_short_the_oldest_state_goes_and_its_sessions_with_it(
+    server: TorchServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "STATES_BYTES", 3 * state_of(some_block(0)).nbytes)
+    await server.open(b"old", NO_DIGEST)
+    for number in (2, 3):
+        server.refresh(published(number), state_of(some_block(0)))
+    with pytest.raises(UnknownState, match="not open"):
+        await first_row(server, b"old")
+    assert server.sessions() == 0
+
+
+async def test_a_state_that_nobody_uses_is_kept_for_a_few_rounds_only(server: TorchServer) -> None:
+    for number in range(2, 1 + KEPT_STATES):
+        server.refresh(published(number), state_of(some_block(0)))
     assert await server.open(b"one", published(1).digest) == published(1)
     server.close(b"one")
-    server.refresh(published(3), state_of(some_block(0)))
+    server.refresh(published(1 + KEPT_STATES), state_of(some_block(0)))
     with pytest.raises(UnknownState):
         await server.open(b"two", published(1).digest)
     assert await server.open(b"two", published(2).digest) == published(2)

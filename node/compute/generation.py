@@ -213,7 +213,7 @@ class TextSweep:
             row: Row = chain_row(totals[index], len(scored.blocks))
             p = distribution(row, sampling)
             place = first + index
-            if scored.drafted:
+            if scored.drafted and place < self._shape.context:  # at the context's end no step can draft: the token is drawn the other way
                 draws = (self._chance(seed, place, DRAW), self._chance(seed, place, ACCEPT), self._chance(seed, place, RESIDUAL))
                 token = couple(p, distribution(drafts[index], sampling), draws)
             else:

@@ -6,10 +6,8 @@ The blocks see exactly what holders see (`Worker.step`), so the same states give
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from types import TracebackType
 
 from blocktrain.node.compute.model import Block
@@ -40,7 +38,6 @@ class OfflineChain:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._through, step, body)
 
     def _through(self, step: Step, body: bytes) -> tuple[Scored, memoryview]:
-        began = time.perf_counter()
         for worker, cache in zip(self._workers, self._caches, strict=True):
             step, body = worker.step(cache, step, body)
-        return scored(replace(step, compute_s=time.perf_counter() - began), self._workers[0].shape), memoryview(body)
+        return scored(step, self._workers[0].shape), memoryview(body)

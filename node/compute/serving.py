@@ -35,7 +35,9 @@ from blocktrain.protocol.sweep import DRAW, Sampling, Shape, Work, check_step, p
 
 T = TypeVar("T")
 
-KEPT_STATES: Final = 3  # published states at hand; the oldest of them only while a session is pinned to it
+KEPT_STATES: Final = 4  # published states at hand: who moves here from a failed holder may want the one before the last
+PINNED_STATES: Final = 16  # further ones, older, while sessions are pinned to them
+STATES_BYTES: Final = 1024**3  # of all of them together, the newest two excepted
 CACHE_BYTES: Final = 512 * 1024**2  # of all sessions together
 BUSY_RETRY_S: Final = 2.0  # sessions are short: a place is likely free by then
 _HALF_MAX: Final = 65504.0
@@ -63,6 +65,7 @@ class Worker:
 
         Raises: Malformed, PeerFault: what does not fit; the cache is as it was.
         """
+        began = time.perf_counter()
         work = check_step(step, len(body), self.shape, block=self.block.block, cached=cache.length)
         before = _incoming(step, work, body, self.shape)
         stream = torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
@@ -85,6 +88,7 @@ class Worker:
             draft=0,
             drafted=step.drafted + len(drafted),
             blocks=(*step.blocks, self.block.block),
+            compute_s=step.compute_s + time.perf_counter() - began,
         )
         return onward, total.tobytes() + tail
 
@@ -160,6 +164,10 @@ class _State:
     payload: memoryview
     worker: Worker | None = None  # made in the thread when first needed
     pins: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.payload.nbytes * (1 if self.worker is None else 2)
 
 
 @dataclass(eq=False)
@@ -265,12 +273,18 @@ class TorchServer:
             self.close(name)
 
     def _drop_states(self) -> None:
-        """Keep the newest two, and a third that is pinned. What is older goes, and its sessions with it."""
-        gone, kept = self._states[:-KEPT_STATES], self._states[-KEPT_STATES:]
-        if len(kept) == KEPT_STATES and not kept[0].pins:
+        """Keep the newest states and those in use, as long as they fit. Where they do not, the oldest go, and their sessions with them."""
+        fresh = self._states[-KEPT_STATES:]
+        pinned = [state for state in self._states[:-KEPT_STATES] if state.pins]
+        kept = pinned[-PINNED_STATES:] + fresh
+        while len(kept) > 2 and sum(state.nbytes for state in kept) > STATES_BYTES:
             del kept[0]
+        for state in kept[:-1]:
+            if not state.pins:
+                state.worker = None  # its bytes are enough until somebody asks
+        gone = set(self._states) - set(kept)
         self._states = kept
-        if gone:
+        if any(state.pins for state in gone):
             self._sessions = {name: one for name, one in self._sessions.items() if one.state not in gone}
 
     def _worker(self, state: _State) -> Worker:
