@@ -169,7 +169,7 @@ class Core:
             return self._catch_up(now)
         # A replica that never got any state from the swarm is not one of the swarm yet, however far it came alone.
         enough = FETCH_WHEN_BEHIND + 1 if self._fresh else FAR_BEHIND_ROUNDS
-        if self.phase == "training" and self.current is None and now >= self._fetch_at and self._behind(now) >= FAR_BEHIND_ROUNDS:
+        if self.phase == "training" and self.current is None and now >= self._fetch_at and self._behind(now) >= enough:
             self._fetch_tries = FETCH_TRIES - 1  # one: we have a state of our own to go on with
             return self._catch_up(now)
         return []
