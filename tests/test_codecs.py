@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
@@ -53,6 +53,7 @@ def test_bf16_is_off_by_at_most_half_of_its_last_bit(values: np.ndarray) -> None
 
 @FEW
 @given(STATES)
+@example(gaussian(40 * INT8_BLOCK, 5).numpy())
 def test_int8_is_off_by_at_most_half_a_step_of_its_block(values: np.ndarray) -> None:
     decoded = round_trip("int8", tensor(values)).numpy()
     for begin in range(0, len(values), INT8_BLOCK):

@@ -18,7 +18,6 @@ from blocktrain.node.compute.autoregressive import Autoregressive
 from blocktrain.node.compute.evidence import Evidence, widened
 from blocktrain.node.compute.model import MAX_WINDOW, Block, Noisy
 from blocktrain.node.compute.objective import objective_of
-from blocktrain.protocol.errors import UsageError
 from blocktrain.protocol.manifest import Manifest, Model, Noise, Optimizer, Schedule
 
 T = 64
@@ -156,11 +155,6 @@ def test_score_and_contribution_agree_with_the_training_loss() -> None:
     assert torch.allclose(added.exp().sum(-1), torch.ones(4, T), atol=1e-5)
     assert torch.allclose(-added.gather(2, tokens[:, 1:, None]).squeeze(2), score, atol=1e-5)
     assert float(score.mean()) == pytest.approx(float(Autoregressive().loss(block, tokens, generator()).detach()), abs=1e-5)
-
-
-def test_an_objective_of_another_version_is_refused_in_a_line() -> None:
-    with pytest.raises(UsageError, match="cannot train the objective 'diffusionblocks'"):
-        objective_of(a_manifest(objective="diffusionblocks"), 0)
 
 
 # ---- learning --------------------------------------------------------------------------------------------------------------------------

@@ -154,6 +154,30 @@ def test_noise_is_read_where_it_is_and_not_before(block: Block) -> None:
     assert torch.equal(before[:, :8], block(x)[:, :8]), "clean positions before a window know nothing of it"
 
 
+def test_z_is_scaled_to_the_size_of_what_it_holds(block: Block) -> None:
+    """c_in = 1/√(σ² + 1/d): z has d coordinates of variance 1/d, plus σ² of noise in each."""
+    block.noise_in.copy_(torch.eye(D))
+    block.time_out.zero_()
+    block.time_out_bias.zero_()
+    x, z = tokens(1, 6), torch.randn(3, D)
+    sigma = torch.tensor([0.01, 0.5, 4.0])
+    noisy = Noisy(torch.tensor([1, 3, 5]), z, sigma, torch.zeros(3, dtype=torch.int64))
+    added = (block.embed(x, noisy) - block.embed(x, None))[0]
+    assert torch.allclose(added[1::2], z / (sigma**2 + 1 / D).sqrt()[:, None], atol=1e-4)
+    assert not added[0::2].any()
+
+
+def test_a_noisy_position_whose_token_is_known_sees_it_and_no_distance(block: Block) -> None:
+    x = tokens(1, 6)
+    everywhere = Noisy(torch.arange(6), torch.randn(6, D), torch.full((6,), 0.7), torch.zeros(6, dtype=torch.int64))
+    before = block(x, everywhere)
+    block.offset.add_(1)
+    assert torch.equal(block(x, everywhere), before)
+    changed = x.clone()
+    changed[0, 2] = (changed[0, 2] + 1) % V
+    assert (block(changed, everywhere)[0, 2:] != before[0, 2:]).any(dim=1).all()
+
+
 def test_a_window_must_follow_a_known_token_and_have_offsets() -> None:
     for window, positions in ((12, 12), (MAX_WINDOW, MAX_WINDOW + 16), (0, 12)):
         with pytest.raises(ValueError, match="a window of"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from blocktrain.node.compute import codecs, flat
+from blocktrain.node.compute.adamw import FusedAdamW
 from blocktrain.node.compute.device import Mover
 from blocktrain.node.compute.replica import Options, TorchReplica, needs
 from blocktrain.node.compute.trainer import Tensors, Trainer, TrainingFailed
@@ -377,6 +378,15 @@ async def test_an_own_round_during_an_exchange_does_not_hide_the_merge(make: Mak
     assert again.round == after.round + 1
 
 
+async def test_a_merge_never_takes_a_round_that_has_passed(make: Make) -> None:
+    low, high = await apart(make)
+    mine, theirs = await low.snapshot("bf16"), await high.snapshot("bf16")
+    trial = await low.consider(mine, theirs.payload, terms(theirs), mine_first=True)
+    for _ in range(3):
+        await low.publish_own()
+    assert await low.adopt(trial, mine) == low.published() == Published(4, trial.digest)
+
+
 # ---- learning --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -460,6 +470,46 @@ def test_the_learning_rate_follows_the_rounds_and_our_own_warm_up() -> None:
     assert trainer.learning_rate == pytest.approx(schedule.rate(40) / 4)
 
 
+async def test_rounds_of_every_kind_move_the_learning_rate(make: Make) -> None:
+    a = make()
+    told = await train_rounds(a)
+    for number in range(10):
+        if number % 2:
+            await a.publish_own()
+        else:
+            mine = await a.snapshot("fp32")
+            await a.adopt(await a.consider(mine, mine.payload, terms(mine), mine_first=True), mine)
+    await a.publish_own()
+    while not told.locked():  # those of before
+        await told.acquire()
+    await hear(told)
+    schedule = MANIFEST.schedule
+    assert schedule.rate(12) <= a.progress().learning_rate <= schedule.rate(11)
+    await a.load(bytes(a.state()[1]), 40, a.published().digest)
+    await hear(told, 2)
+    assert schedule.rate(41) <= a.progress().learning_rate <= schedule.rate(40)
+
+
+def test_other_parameters_are_trained_as_if_nothing_had_been_before() -> None:
+    plain = replace(MANIFEST, objective="autoregressive")
+    worn, fresh = a_trainer(manifest=plain), a_trainer(start=5, manifest=plain)
+    state = a_trainer(start=9).flat.data.clone()
+    for _ in range(5):
+        worn.step()
+    for trainer in (worn, fresh):
+        trainer.replace(state)
+        for _ in range(3):
+            trainer.step()
+    assert torch.equal(worn.flat.data, fresh.flat.data)
+
+
+def test_a_large_gradient_is_clipped() -> None:
+    trainer = a_trainer(manifest=replace(MANIFEST, optimizer=replace(MANIFEST.optimizer, clip=0.01)))
+    trainer.step()
+    assert trainer.flat.grad is not None
+    assert flat.norm(trainer.flat.grad) == pytest.approx(0.01, rel=1e-3)
+
+
 def test_a_batch_in_parts_gives_the_same_steps() -> None:
     plain = replace(MANIFEST, objective="autoregressive")
     parts = replace(plain, optimizer=replace(plain.optimizer, accumulate=4))
@@ -469,6 +519,27 @@ def test_a_batch_in_parts_gives_the_same_steps() -> None:
         four.step()
     assert one.loss == pytest.approx(four.loss, rel=1e-5)
     assert flat.distance(one.flat.data, four.flat.data) < 1e-3 * flat.distance(one.flat.data, a_trainer().flat.data)
+
+
+def test_the_optimizer_takes_the_steps_of_pytorchs_own() -> None:
+    draw = torch.Generator().manual_seed(1)
+    ours = [torch.randn(shape, generator=draw).requires_grad_() for shape in ((33, 7), (50,), (128, 64))]
+    theirs = [parameter.detach().clone().requires_grad_() for parameter in ours]
+
+    def groups(of: list[torch.Tensor]) -> list[dict[str, Any]]:
+        return [{"params": of[::2], "lr": 1e-2, "weight_decay": 0.1}, {"params": of[1::2], "lr": 1e-2, "weight_decay": 0.0}]
+
+    adamw, reference = FusedAdamW(groups(ours), (0.9, 0.95), 1e-8), torch.optim.AdamW(groups(theirs), betas=(0.9, 0.95), fused=True)
+    for parameter in ours:
+        zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        adamw.state[parameter] = {"step": torch.zeros(()), **zeros}
+    for _ in range(5):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn(mine.shape, generator=draw)
+            other.grad = mine.grad.clone()
+        adamw.step()
+        reference.step()
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
 def test_weights_decay_in_matrices_only() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blocktrain.node.compute.adamw import FusedAdamW, Optimizer
 from blocktrain.node.compute.device import Mover, Parcel
 from blocktrain.node.compute.flat import Flat, norm_on_device, views
 from blocktrain.node.compute.model import Block
@@ -91,14 +92,17 @@ class Trainer:
     """Trains block `block` of a run from its initial weights (or what is loaded later).
 
     Attributes:
+        model: what a block is; research brings its own.
         round: of the published state, as far as the learning rate is concerned.
         loss: running mean of the training loss, nats per token; None before the first step.
     """
 
+    model: type[Block] = Block
+
     def __init__(self, manifest: Manifest, block: int, batches: Batches, mover: Mover, *, seed: int, compile: bool = False) -> None:
         self.manifest = manifest
         self.mover = mover
-        self.block = Block(manifest, block).to(mover.device)
+        self.block = self.model(manifest, block).to(mover.device)
         self.flat = Flat(self.block, gradients=True)
         self.objective = objective_of(manifest, block)
         self.counters = Counters()
@@ -166,18 +170,16 @@ class Trainer:
         rate = schedule.rate(self.round + min(1.0, counters.since_round / schedule.steps_per_round))
         return rate * min(1.0, (counters.since_reset + 1) / max(1, self.manifest.optimizer.warmup_steps))
 
-    def _make_optimizer(self) -> torch.optim.AdamW:
+    def _make_optimizer(self) -> Optimizer:
         settings = self.manifest.optimizer
         named = dict(self.block.named_parameters())
         matrices = [p for p in named.values() if p.ndim > 1]
         vectors = [p for p in named.values() if p.ndim <= 1]
-        optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=0.0,
-            betas=(settings.beta1, settings.beta2),
-            eps=_EPS,
-            fused=True,
-        )
+        groups = [
+            {"params": matrices, "lr": 0.0, "weight_decay": settings.weight_decay},
+            {"params": vectors, "lr": 0.0, "weight_decay": 0.0},
+        ]
+        optimizer = FusedAdamW(groups, (settings.beta1, settings.beta2), _EPS)
         first, second = self.flat.views(self._first), self.flat.views(self._second)
         for name, parameter in named.items():
             step = torch.zeros((), dtype=torch.float32, device=self.mover.device)
