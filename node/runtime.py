@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import gc
 import logging
 import os
 import random
@@ -108,7 +107,6 @@ def run(main: Callable[[Runtime], Awaitable[int]]) -> int:
     """
     runtime = Runtime()
     signals = _Signals(runtime)
-    atexit.register(gc.freeze)  # or else Python's end walks all of torch's objects: a second of work, when the user waits for the prompt
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             code = guarded(lambda: runner.run(signals.watch(main)), cancelled=lambda: 0 if signals.asked else FORCED)

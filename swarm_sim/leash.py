@@ -33,18 +33,20 @@ def main() -> None:
     if niceness:
         os.nice(niceness)
     sys.argv = [program, *sys.argv[3:]]
+    from blocktrain.node import runtime
+
     if program == "blocktrain-node":
         from blocktrain.node.commands.app import node_main
 
-        sys.exit(node_main())
+        runtime.leave(node_main())
     elif program == "blocktrain":
         from blocktrain.node.commands.app import main as client_main
 
-        sys.exit(client_main())
+        runtime.leave(client_main())
     elif program == "bare-loop":
         from blocktrain.swarm_sim.bare_loop import main as bare_main
 
-        sys.exit(bare_main())
+        runtime.leave(bare_main())
     else:
         sys.exit(f"no such program: {program}; there are {', '.join(PROGRAMS)}")
 
