@@ -55,6 +55,7 @@ class Window:
 
     steps_per_s: float  # over all its processes
     cpu_s_per_step: float
+    daemon_share: float  # of the processor time
     accepted: int
 
 
@@ -76,15 +77,17 @@ class Sides:
         self.children.freeze(stopped)
         self.children.thaw(measured)
         self._settle(swarm)
-        cpu_s = self.children.cpu_s(measured)
+        before_cpu = self.children.cpu_s(measured)
         accepted = self.cluster.total("accepted")
         first = self._heard(measured)
         self.children.run(seconds)
         last = self._heard(measured)
-        cpu_s = self.children.cpu_s(measured) - cpu_s
+        after_cpu = self.children.cpu_s(measured)
+        cpu_s = after_cpu.total - before_cpu.total
         rates = [_rate(before, after) for before, after in zip(first, last, strict=True)]
         steps = sum(after["steps"] - before["steps"] for before, after in zip(first, last, strict=True))
-        return Window(sum(rates), cpu_s / max(1.0, steps), self.cluster.total("accepted") - accepted)
+        daemon_share = (after_cpu.daemons - before_cpu.daemons) / max(cpu_s, 1e-9)
+        return Window(sum(rates), cpu_s / max(1.0, steps), daemon_share, self.cluster.total("accepted") - accepted)
 
     def _settle(self, swarm: bool) -> None:
         if not swarm:
@@ -187,6 +190,9 @@ def _efficiency(session: Session, children: Children, cluster: Cluster, run_file
         "efficiency_low": min(ratios),
         "efficiency_high": max(ratios),
         "efficiency_cpu": sum(window.cpu_s_per_step for window in bare) / sum(window.cpu_s_per_step for window in swarm),
+        "daemons_cpu_share": statistics.mean(window.daemon_share for window in swarm),
+        "bare_cpu_ms_per_step": 1000 * statistics.mean(window.cpu_s_per_step for window in bare),
+        "swarm_cpu_ms_per_step": 1000 * statistics.mean(window.cpu_s_per_step for window in swarm),
         "efficiency_pairs": pairs,
         "efficiency_window_s": seconds,
         "swarm_steps_per_s": [round(window.steps_per_s, 3) for window in swarm],

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from blocktrain.node.commands import checks
+from blocktrain.node.daemon import remove_stale_sockets
 from blocktrain.protocol.errors import UsageError
 from blocktrain.swarm_sim import recipe
 from blocktrain.swarm_sim.cluster import Cluster, Member, Run, number
@@ -105,6 +106,7 @@ class Story:
                 report.interrupted = True
             self._display.phase("stop")
             self._end(self._children.stop())
+        remove_stale_sockets()  # of the node that was killed, which could not do it
 
     def _all(self) -> None:
         self._start()

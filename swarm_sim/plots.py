@@ -45,13 +45,14 @@ def draw_losses(path: Path, points: Sequence[Point], chain: Sequence[tuple[float
     if chain:
         axes.plot(*zip(*chain, strict=True), "ko", markersize=7, label="chain, held-out text", zorder=3)
         for at_s, loss in chain:
-            axes.annotate(f"{loss:.3f}", (at_s, loss), textcoords="offset points", xytext=(8, 6))
+            axes.annotate(f"{loss:.3f}", (at_s, loss), textcoords="offset points", xytext=(0, -16), ha="center")
     for name, at_s in marks.items():
         axes.axvline(at_s, color="0.4", linestyle="--", linewidth=1)
         axes.annotate(
             name, (at_s, 1), xycoords=("data", "axes fraction"), xytext=(3, -4), textcoords="offset points", rotation=90, va="top"
         )
     axes.grid(alpha=0.25)
+    axes.margins(y=0.1)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper right")
     figure.savefig(path, dpi=120)

@@ -143,6 +143,18 @@ class Child:
 
 
 @dataclass(frozen=True)
+class Cpu:
+    """CPU seconds of children, and of what they started."""
+
+    own: float
+    daemons: float
+
+    @property
+    def total(self) -> float:
+        return self.own + self.daemons
+
+
+@dataclass(frozen=True)
 class Ending:
     """How the children ended.
 
@@ -282,15 +294,18 @@ class Children:
         """The child and everything that it started and that still runs, itself first."""
         return sorted(_marked(child.mark), key=lambda process: (process.pid != child.pid, process.pid))
 
-    def cpu_s(self, children: Iterable[Child]) -> float:
+    def cpu_s(self, children: Iterable[Child]) -> Cpu:
         """CPU seconds, user and system, that children and their daemons have used."""
-        total = 0.0
+        own = daemons = 0.0
         for child in children:
             for process in self.family(child):
                 with contextlib.suppress(psutil.Error):
                     times = process.cpu_times()
-                    total += times.user + times.system
-        return total
+                    if process.pid == child.pid:
+                        own += times.user + times.system
+                    else:
+                        daemons += times.user + times.system
+        return Cpu(own, daemons)
 
     def tracebacks(self) -> int:
         """Tracebacks in what all children said, and in the debug files under the folder; there, those of DEBUG lines do not count."""
