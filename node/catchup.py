@@ -24,6 +24,10 @@ MAX_DOWNLOADS_SERVED = 3  # at once; the link is shared with exchanges and sweep
 BUSY_RETRY_S = 2.0
 
 
+class NotNow(NetworkFault):
+    """A donor that answered, but has nothing for us at the moment: busy, or its state is not newer. Nothing to hold against it."""
+
+
 class Donor:
     """Serves our published state. Never that of a replica that has not trained or downloaded anything."""
 
@@ -31,30 +35,34 @@ class Donor:
         self._manifest = manifest
         self._block = block
         self._replica = replica
-        self._serving = 0
+        self._serving: set[PeerId] = set()  # one download each, so that one peer cannot take all places
 
     async def handle(self, stream: Stream) -> None:
         want, _ = await stream.receive(timeout_s=limits.OPEN_TIMEOUT_S)
         if not isinstance(want, Want):
             raise Malformed(f"{type(want).__name__} on a state stream")
-        refusal = self._refusal(want)
+        refusal = self._refusal(want, stream.peer)
         if refusal is not None:
             await stream.send(refusal, timeout_s=limits.OPEN_TIMEOUT_S)
             return
-        self._serving += 1
+        self._serving.add(stream.peer)
         try:
-            published, payload = self._replica.state()
-            end = len(payload) if want.length == 0 else min(len(payload), want.offset + want.length)
-            start = min(want.offset, end)
-            await stream.send(Have(published.round, published.digest, len(payload), start, end - start), timeout_s=limits.OPEN_TIMEOUT_S)
-            for offset in range(start, end, limits.CHUNK_BYTES):
-                piece = payload[offset : min(end, offset + limits.CHUNK_BYTES)]
-                await stream.send(Chunk(offset), piece, timeout_s=limits.STALL_TIMEOUT_S)
-            await stream.send(End("ok"), timeout_s=limits.STALL_TIMEOUT_S)
+            async with asyncio.timeout(limits.STATE_TIMEOUT_S):  # whoever reads one byte in ten seconds does not keep his place for ever
+                await self._send(stream, want)
         finally:
-            self._serving -= 1
+            self._serving.discard(stream.peer)
 
-    def _refusal(self, want: Want) -> End | None:
+    async def _send(self, stream: Stream, want: Want) -> None:
+        published, payload = self._replica.state()
+        end = len(payload) if want.length == 0 else min(len(payload), want.offset + want.length)
+        start = min(want.offset, end)
+        await stream.send(Have(published.round, published.digest, len(payload), start, end - start), timeout_s=limits.OPEN_TIMEOUT_S)
+        for offset in range(start, end, limits.CHUNK_BYTES):
+            piece = payload[offset : min(end, offset + limits.CHUNK_BYTES)]
+            await stream.send(Chunk(offset), piece, timeout_s=limits.STALL_TIMEOUT_S)
+        await stream.send(End("ok"), timeout_s=limits.STALL_TIMEOUT_S)
+
+    def _refusal(self, want: Want, peer: PeerId) -> End | None:
         published = self._replica.published()
         if want.run != self._manifest.run or want.block != self._block or want.part != "block":
             return End("unknown", f"we hold block {self._block} of another kind")
@@ -62,8 +70,8 @@ class Donor:
             return End("unknown", "our replica has no rounds yet")
         if want.digest not in (NO_DIGEST, published.digest):
             return End("unknown", "that state is not our published one (any more)")
-        if self._serving >= MAX_DOWNLOADS_SERVED:
-            return End("busy", f"{self._serving} downloads are under way", BUSY_RETRY_S)
+        if peer in self._serving or len(self._serving) >= MAX_DOWNLOADS_SERVED:
+            return End("busy", f"{len(self._serving)} downloads are under way", BUSY_RETRY_S)
         return None
 
 
@@ -113,17 +121,19 @@ async def _from(transport: Transport, donor: PeerId, want: Want, at_least: int, 
         await stream.send(want, timeout_s=limits.OPEN_TIMEOUT_S)
         have, _ = await stream.receive(timeout_s=limits.OPEN_TIMEOUT_S)
         if isinstance(have, End):
-            raise NetworkFault(f"{short(donor)}: {have.reason}{f', {have.detail}' if have.detail else ''}")
+            raise (NotNow if have.reason in ("busy", "unknown") else NetworkFault)(_said(donor, have))
         if not isinstance(have, Have):
             raise Malformed(f"{type(have).__name__} in answer to a wish for state", donor)
         if have.size != size or have.offset != 0 or have.length != size:
             raise Malformed(f"a state of {have.size} bytes; our block has {size}", donor)
         if have.round < at_least:
-            raise NetworkFault(f"{short(donor)}: its state is of round {have.round}, older than {at_least}")
+            raise NotNow(f"{short(donor)}: its state is of round {have.round}, older than {at_least}")
         payload = bytearray(size)
         filled = 0
         while filled < size:
             message, body = await stream.receive(timeout_s=limits.STALL_TIMEOUT_S, max_body=limits.MAX_BODY_BYTES)
+            if isinstance(message, End):
+                raise NetworkFault(f"{_said(donor, message)} at byte {filled} of {size}")
             if not isinstance(message, Chunk) or message.offset != filled or not body or filled + len(body) > size:
                 raise Malformed(f"a broken transfer at byte {filled} of {size}", donor)
             payload[filled : filled + len(body)] = body
@@ -134,3 +144,7 @@ async def _from(transport: Transport, donor: PeerId, want: Want, at_least: int, 
         return Download(donor, have.round, Digest(have.digest), payload)
     finally:
         await stream.close()
+
+
+def _said(donor: PeerId, end: End) -> str:
+    return f"{short(donor)}: {end.reason}{f', {end.detail}' if end.detail else ''}"

@@ -98,9 +98,10 @@ class Exchanger:
             result = exchange.silent(str(fault))
         except PeerFault as fault:
             result = exchange.refused(fault.why, offence=True)
-        except asyncio.CancelledError:
-            # The core must never wait for an exchange that nobody carries out.
-            self._report(Ended(order.exchange, order.peer, exchange.silent("cut off"), time.monotonic() - began))
+        except BaseException as error:
+            # Cut off, or our own failure. The core must never wait for an exchange that nobody carries out.
+            why = "cut off" if isinstance(error, asyncio.CancelledError) else "our side failed"
+            self._report(Ended(order.exchange, order.peer, exchange.silent(why), time.monotonic() - began))
             raise
         self._report(Ended(order.exchange, order.peer, result, time.monotonic() - began))
 
@@ -137,8 +138,8 @@ class Exchanger:
             refusal = exchange.refused(fault.why, offence=True)
             outcome = Outcome(False, NO_DIGEST, fault.why[: limits.MAX_TEXT_CHARS])
         else:
-            exchange.judged(trial.digest)
             published = await self._replica.adopt(trial, mine)
+            exchange.judged(trial.digest)  # not before: a download can make the merge void, and then nothing of it is used
             self._report(Published(published.round, published.digest))
             outcome = Outcome(True, trial.digest)
         try:

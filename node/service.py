@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from blocktrain.node.catchup import Donor, Download, fetch
+from blocktrain.node.catchup import Donor, Download, NotNow, fetch
 from blocktrain.node.config import NodeConfig
 from blocktrain.node.exchanger import Exchanger, Side
 from blocktrain.node.holder import Holder
@@ -263,7 +263,8 @@ class Node:
             self.parts.transport, want, order.donors, order.round, replica.state_bytes, rng=self._rng, apply=apply
         )
         for donor, fault in failed.items():
-            self.tell(f.Blamed(donor, str(fault), isinstance(fault, PeerFault)))
+            if not isinstance(fault, NotNow):
+                self.tell(f.Blamed(donor, str(fault), isinstance(fault, PeerFault)))
         if published is None:
             self.tell(f.FetchEnded("; ".join(str(fault) for fault in failed.values()) or "no donor"))
             return
@@ -301,8 +302,9 @@ class Node:
         if phase != "left":
             record = RunRecord(self.manifest.run, self.manifest.name, limits.PROTOCOL_MIN, limits.PROTOCOL_MAX)
             await self.parts.directory.announce_run(record, expires_at=expires_at, timeout_s=DHT_TIMEOUT_S)
-        if stored:
+        if stored and not self.announced.is_set():
             self.announced.set()
+            log.info("announced: the swarm knows that we hold block %d", self.block)
 
     async def _read(self, order: f.Read) -> None:
         seen = []

@@ -177,7 +177,7 @@ class Core:
     def _newest(self, now: float) -> tuple[int, list[PeerId]]:
         """The newest round that can be downloaded, and who announced it. Our own round has a say in what is believed."""
         round, donors = self.members.newest(self.block, now)
-        if self._fresh:
+        if not self.round:
             return round, donors
         holders = self.members.holders(self.block, now, trained_only=True)
         believed = believable_round([self.round, *(member.round for member in holders)])

@@ -31,7 +31,7 @@ T0 = 1_000_000.0
 
 
 def seen(peer: PeerId, *, block: int = 0, round: int = 5, phase: str = "training", until: float = T0 + 60) -> Seen:
-    announcement = Announcement(MANIFEST.run, block, phase, round, hashlib.sha256(bytes([round])).digest(), 100.0, 0.0, 1, 1)
+    announcement = Announcement(MANIFEST.run, block, phase, round, hashlib.sha256(str(round).encode()).digest(), 100.0, 0.0, 1, 1)
     return Seen(peer, announcement, until)
 
 
@@ -118,6 +118,36 @@ def test_a_joiner_that_had_to_start_alone_takes_state_as_soon_as_it_can_and_one_
             assert isinstance(take, f.Take)
             core.handle(f.Ended(take.exchange, LOW, Result("merged"), 1.0), T0 + 2)
         assert kinds(core.handle(f.Saw(0, (seen(LOW, round=FETCH_WHEN_BEHIND + 1),)), T0 + 3)) == expected
+
+
+def test_a_round_that_nobody_near_us_has_is_not_followed() -> None:
+    core = training(LOW, round=20)
+    liar = seen(OTHER, round=10**9, until=T0 + 90)
+    assert kinds(core.handle(f.Saw(0, (liar,)), T0 + 2)) == []
+    assert core.phase == "training"
+
+
+def test_a_lone_replica_follows_a_tall_tale_once_and_trains_on() -> None:
+    core = training(round=20)
+    liar = seen(OTHER, round=10**9, until=T0 + 90)
+    assert kinds(core.handle(f.Saw(0, (liar,)), T0 + 2)) == ["Fetch"]
+    assert "Train" in kinds(core.handle(f.FetchEnded("nobody there"), T0 + 3))
+    assert kinds(core.handle(f.Saw(0, (liar,)), T0 + 12)) == []
+    assert kinds(core.handle(f.Trained(), T0 + 13))[0] in ("SendOffer", "PublishOwn")
+
+
+def test_a_joiner_whom_the_newest_donor_fails_takes_what_others_have() -> None:
+    core = node()
+    core.handle(f.Began(0, Digest(b"d" * 32), fresh=True), T0)
+    there = (seen(LOW, round=20, until=T0 + 90), seen(OTHER, round=10**9, until=T0 + 90))
+    first = only(core.handle(f.Saw(0, there), T0 + 0.1), f.Fetch)
+    core.handle(f.FetchEnded("nobody there"), T0 + 1)
+    core.handle(f.Tick(), T0 + 10)
+    second = only(core.handle(f.Saw(0, there), T0 + 10.5), f.Fetch)
+    assert isinstance(first, f.Fetch)
+    assert isinstance(second, f.Fetch)
+    assert (first.round, second.round) == (10**9, 1)
+    assert LOW in second.donors
 
 
 def test_a_checkpoint_a_few_rounds_old_is_averaged_and_an_old_one_is_replaced() -> None:
@@ -235,6 +265,22 @@ def test_an_offender_is_put_off_named_and_not_asked() -> None:
     assert isinstance(refusal, f.Refuse)
     assert (refusal.reason, refusal.retry_after_s > 10) == ("put-off", True)
     assert kinds(core.handle(f.Trained(), T0 + 8)) == ["PublishOwn"]
+
+
+def test_a_peer_that_lets_its_exchanges_hang_is_declined_while_it_is_put_off() -> None:
+    core, now = training(LOW, OTHER), T0 + 2
+    for _ in range(2):  # forgiven
+        take = only(core.handle(f.Offered(LOW, offer()), now), f.Take)
+        assert isinstance(take, f.Take)
+        core.handle(f.Ended(take.exchange, LOW, Result("late", "not complete"), 20.0), now + 20)
+        now += 21
+    refused = only(core.handle(f.Offered(LOW, offer()), now), f.Refuse)
+    assert isinstance(refused, f.Refuse)
+    assert refused.reason == "put-off"
+    later = now + refused.retry_after_s + 0.1
+    assert kinds(core.handle(f.Offered(OTHER, offer()), now)) == ["Take"]
+    core.handle(f.Ended(offer().exchange, OTHER, Result("merged"), 1.0), now + 0.1)
+    assert kinds(core.handle(f.Offered(LOW, offer()), later)) == ["Take"]
 
 
 def test_a_one_sided_merge_counts_as_accepted_and_one_sided() -> None:
