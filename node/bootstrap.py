@@ -32,6 +32,7 @@ INITIAL_PAUSE_MAX_S: Final = 20.0  # two halves of a swarm are one again within 
 KNOWN_PAUSE_MAX_S: Final = 120.0  # for the many others
 AT_ONCE: Final = 4  # known peers dialled in one look
 LOOK_AROUND_S: Final = 30.0
+FIRST_LOOK_S: Final = 2.0  # at the start; dead nodes among the first that we hear of shall not delay it
 
 
 class Links(Protocol):
@@ -95,7 +96,7 @@ class Bootstrap:
         if timeout_s is None:
             each = "; ".join(f"{text}: {reason}" for text, reason in reasons.items())
             raise Unreachable(f"no initial peer answered ({each}); is one of them running, and reachable from here?")
-        await self._links.look_around(timeout_s=PING_TIMEOUT_S)
+        await self._links.look_around(timeout_s=FIRST_LOOK_S)
 
     async def _try(self, address: Address) -> str:
         """Dial one and ask it something. The reason why not, or ""."""

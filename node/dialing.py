@@ -101,6 +101,7 @@ def plain_reason(message: str) -> str:
         ("protocols not supported", "it does not speak our protocol"),
         ("negotiate security protocol", "what answers there is not a libp2p node"),
         ("routing: not found", "nobody knows where it is"),
+        ("no good addresses", "its address cannot be used (does that name exist?)"),
         ("no addresses", "nobody knows where it is"),
         ("dial backoff", "it did not answer a moment ago"),
     ):

@@ -133,6 +133,7 @@ class Libp2p:
             p2p=self._p2p,
             node_id=DHTID.generate(source=self._identity.peer_bytes),  # the same after a restart: nobody keeps a ghost of us
             wait_timeout=RPC_TIMEOUT_S,
+            num_workers=8,  # calls of one lookup side by side: a few frozen nodes cost one timeout, not several
             cache_locally=False,  # answers from caches are late
             cache_on_store=False,
             cache_nearest=0,
