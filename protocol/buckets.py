@@ -44,8 +44,8 @@ def next_level(level: int, place: int, others: Collection[int]) -> int:
     """
 
     def near(at: int) -> int:
-        own = number(place, at)
-        return sum(1 for other in others if number(other, at) == own)
+        shift = _PLACE_BITS + 1 - at.bit_length()  # `at` is a power of two: the leading bits that number a bucket of this level
+        return [other >> shift for other in others].count(place >> shift)
 
     while level < limits.MAX_BUCKETS and near(level) > GROW_ABOVE:
         level *= 2

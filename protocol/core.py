@@ -99,6 +99,7 @@ class Core:
         self._announce_at = 0.0
         self._reading: set[int] = set()
         self._turn = 0
+        self._reads_done = 0  # rounds of reading
         self._queue: list[PeerId] = []  # candidates still to be asked in this round
         self._due = False  # H steps have passed without a merge
         self._asked: dict[PeerId, str] = {}  # who was asked in this round and what came of it
@@ -142,7 +143,8 @@ class Core:
 
     def wake_at(self) -> float:
         """When the next tick is due."""
-        return min(self._read_at, self._announce_at, self._fetch_at if self.phase == "joining" and not self._fetching else float("inf"))
+        fetching_next = self.phase == "joining" and not self._fetching and self._own_reads >= FIRST_READS
+        return min(self._read_at, self._announce_at, self._fetch_at if fetching_next else float("inf"))
 
     # ---- joining ----------------------------------------------------------------------------------------------------------------
 
@@ -157,9 +159,7 @@ class Core:
 
     def _saw(self, fact: f.Saw, now: float) -> list[f.Decision]:
         self._reading.discard(fact.block)
-        for seen in fact.records:
-            if self.members.observe(seen, now) and seen.peer != self.me:
-                self._met_anybody = True
+        self._met_anybody |= self.members.hear(fact.records, now)
         if fact.block != self.block:
             return []
         self._own_reads += 1
@@ -169,7 +169,10 @@ class Core:
             return self._catch_up(now)
         # A replica that never got any state from the swarm is not one of the swarm yet, however far it came alone.
         enough = FETCH_WHEN_BEHIND + 1 if self._fresh else FAR_BEHIND_ROUNDS
-        if self.phase == "training" and self.current is None and now >= self._fetch_at and self._behind(now) >= enough:
+        if self.phase != "training" or self.current is not None or now < self._fetch_at:
+            return []
+        claimed = max((seen.announcement.round for seen in fact.records), default=0)  # most reads end here, without a look at everybody
+        if claimed - self.round >= enough and self._behind(now) >= enough:
             self._fetch_tries = FETCH_TRIES - 1  # one: we have a state of our own to go on with
             return self._catch_up(now)
         return []
@@ -240,7 +243,7 @@ class Core:
         if fresh:
             self._turn += 1
             self._asked = {}
-            free = [m.peer for m in self.members.holders(self.block, now) if m.phase == "training" and m.avoided_s <= 0]
+            free = self.members.partners(self.block, now)
             self._queue = pairing.candidates(self.settings.topology, self.me, free, self._turn, self._rng)
         while self._queue:
             peer = self._queue.pop(0)
@@ -374,8 +377,15 @@ class Core:
         for block in [self.block] if early and self._own_reads else [self.block, *others]:
             if block not in self._reading:
                 self._reading.add(block)
-                out.append(f.Read(block, tuple(self.members.to_read(block, now, self.me, self._rng))))
+                out.append(f.Read(block, self._buckets_to_read(block, now)))
+        self._reads_done += 1
         return out
+
+    def _buckets_to_read(self, block: int, now: float) -> tuple[int, ...]:
+        """All that concern us while we are finding our way in; in turns once we are in."""
+        if self.phase in ("training", "serving"):
+            return tuple(self.members.to_reread(block, now, self._rng, self._reads_done, own=block == self.block))
+        return tuple(self.members.to_read(block, now, self.me, self._rng))
 
     def _enter(self, phase: str, now: float) -> None:
         if phase != self.phase:

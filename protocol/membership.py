@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple, Protocol
 
 from blocktrain.protocol import limits
@@ -123,7 +123,7 @@ class Members:
         self._friends: tuple[dict[PeerId, _Peer], ...] = tuple({} for _ in range(blocks))  # by block; longest silent first
         self._strangers: tuple[dict[PeerId, _Peer], ...] = tuple({} for _ in range(blocks))
         self._last: dict[int, tuple[PeerId, float]] = {}
-        self._levels: dict[int, int] = {}
+        self._levels: dict[int, tuple[int, int, float]] = {}  # block → its level; how many were known, and when, as it was counted
         self._swept_at = 0.0
 
     def __len__(self) -> int:
@@ -162,6 +162,31 @@ class Members:
         if not left:
             self._last[word.block] = (seen.peer, now)
         return True
+
+    def hear(self, records: Iterable[Seen], now: float) -> bool:
+        """Take all that one read brought; whether it told of anybody new. `observe` in bulk: most of it renews what we know.
+
+        A thousand peers renew their records every few seconds, so the usual case (known, same block, later) is kept short here.
+        """
+        peers, run, most, met = self._peers, self.run, now + limits.MAX_RECORD_LIFE_S, False
+        self._sweep(now)
+        for seen in records:
+            name = seen.peer
+            peer = peers.get(name)
+            old = peer.seen if peer is not None else None
+            if old is seen:
+                continue
+            if peer is not None and old is not None and now < old.expires_at < seen.expires_at <= most:
+                word, was = seen.announcement, old.announcement
+                if word.block == was.block and word.run == run and word.phase != "left" and was.phase != "left":
+                    peer.seen = seen
+                    shelf = peer.shelf
+                    del shelf[name]  # the most recently heard stands last
+                    shelf[name] = peer
+                    self._last[word.block] = (name, now)
+                    continue
+            met |= self.observe(seen, now)
+        return met
 
     def clash(self, seen: Seen, own_last_expiry: float) -> bool:
         """Whether a record of our own peer id is one that we did not write: two processes share one identity."""
@@ -222,6 +247,14 @@ class Members:
         found = (self._view(seen, peer, now) for seen, peer in self._living(block, now))
         return [member for member in found if member.trained or not trained_only]
 
+    def partners(self, block: int, now: float) -> list[PeerId]:
+        """The living holders of a block that train it and need not be left alone: whom to offer an exchange. In the order of `holders`."""
+        return [
+            seen.peer
+            for seen, peer in self._living(block, now)
+            if seen.announcement.phase == "training" and ((peer.failing is None and peer.offending is None) or peer.avoided_s(now) <= 0)
+        ]
+
     def everybody(self, now: float) -> list[Member]:
         """The living holders of all blocks, block by block."""
         return [member for block in range(self.blocks) for member in self.holders(block, now)]
@@ -278,10 +311,15 @@ class Members:
     # -- buckets
 
     def buckets(self, block: int, now: float) -> int:
-        """Over how many DHT keys a block's holders are spread now: the level of buckets.py, a power of two."""
-        others = [peer.place for _, peer in self._living(block, now)]
-        level = next_level(self._levels.get(block, 1), place_of(self.me), others)
-        self._levels[block] = level
+        """Over how many DHT keys a block's holders are spread now: the level of buckets.py, a power of two.
+
+        Counted again when our knowledge of the block has changed by an eighth, or a record's life has passed.
+        """
+        known = len(self._friends[block]) + len(self._strangers[block])
+        level, then, at = self._levels.get(block, (1, 0, -math.inf))
+        if 8 * abs(known - then) > then or not 0 <= now - at < limits.TTL_S:
+            level = next_level(level, place_of(self.me), [peer.place for _, peer in self._living(block, now)])
+            self._levels[block] = level, known, now
         return level
 
     def to_announce(self, block: int, now: float) -> list[int]:
@@ -293,13 +331,29 @@ class Members:
         level = self.buckets(block, now)
         return list(dict.fromkeys((*read(place_of(me), level), level - 1 + rng.randrange(level))))
 
+    def to_reread(self, block: int, now: float, rng: Rng, turn: int, *, own: bool) -> list[int]:
+        """The same in instalments, for who reads at every refresh: what was read before lives long enough to take turns.
+
+        A small swarm has one key. In a crowded block our own buckets take turns, with a random one beside them at every turn if the block
+        is `own` (we need partners there), or in between (of others we need a few holders). So each of our own is read every second refresh,
+        well within a record's life, and look-ups per refresh do not grow with the swarm.
+        """
+        level = self.buckets(block, now)
+        if level == 1:
+            return [0]
+        near = read(place_of(self.me), level)
+        if not own:
+            return [near[-1] if turn % 2 else level - 1 + rng.randrange(level)]
+        return list(dict.fromkeys((near[turn % len(near)], level - 1 + rng.randrange(level))))
+
     # -- shelves
 
     def _living(self, block: int, now: float) -> Iterator[tuple[Seen, _Peer]]:
         for shelf in (self._friends[block], self._strangers[block]):
             for peer in shelf.values():
-                if peer.seen is not None and peer.seen.expires_at > now:
-                    yield peer.seen, peer
+                seen = peer.seen
+                if seen is not None and seen.expires_at > now:
+                    yield seen, peer
 
     def _view(self, seen: Seen, peer: _Peer, now: float) -> Member:
         word = seen.announcement
@@ -354,7 +408,7 @@ class Members:
     def _sweep(self, now: float) -> None:
         """Now and then, move what expired to the faded and forget what is past remembering."""
         full = len(self._peers) >= limits.MAX_MEMBERS
-        if 0 <= now - self._swept_at < (1.0 if full else limits.REFRESH_S):
+        if 0 <= now - self._swept_at < (1.0 if full else limits.TTL_S):
             return
         self._swept_at = now
         for shelf in (*self._friends, *self._strangers):

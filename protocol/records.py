@@ -43,7 +43,7 @@ class RunRecord:
     protocol_max: int = schema.field(Int(1, 1_000_000))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Announcement:
     """One peer's word about its replica. At most `limits.MAX_ANNOUNCEMENT_BYTES` packed."""
 
@@ -59,7 +59,7 @@ class Announcement:
     addresses: tuple[str, ...] = schema.field(Many(Text(limits.MAX_ADDRESS_CHARS), limits.MAX_ADDRESSES), ())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Seen:
     """A verified announcement as it was read: whose, and until when it holds."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from random import Random
 
+from blocktrain.protocol import buckets
 from blocktrain.protocol import facts as f
 from blocktrain.protocol.core import FETCH_WHEN_BEHIND, Core, Settings
 from blocktrain.protocol.exchange import Result
@@ -310,6 +311,29 @@ def test_a_read_that_has_not_ended_is_not_begun_again() -> None:
     assert not any(isinstance(decision, f.Read) and decision.block == 0 for decision in core.handle(f.Tick(), T0 + 200))
     core.handle(f.Saw(0, ()), T0 + 201)
     assert any(isinstance(decision, f.Read) and decision.block == 0 for decision in core.handle(f.Tick(), T0 + 300))
+
+
+def test_a_joiner_asks_for_no_tick_before_it_has_something_to_do() -> None:
+    core = node()
+    core.handle(f.Began(0, Digest(b"d" * 32), fresh=True), T0)
+    core.handle(f.Saw(0, ()), T0 + 0.1)
+    assert core.wake_at() >= T0 + 0.5, "nothing is left to decide until the second read"
+
+
+def test_in_a_crowded_block_each_refresh_looks_up_few_keys_and_each_of_our_own_every_second_time() -> None:
+    crowd = [seen(peer_id_of_key(hashlib.sha256(f"{n}".encode()).digest()), until=T0 + 100) for n in range(400)]
+    core = training()
+    core.handle(f.Saw(0, tuple(crowd)), T0 + 2)
+    level = core.members.buckets(0, T0 + 2)
+    assert level > 1
+    own, reads = set(buckets.read(buckets.place_of(ME), level)), []
+    for turn in range(1, 5):
+        read = [d for d in core.handle(f.Tick(), T0 + 2 + 10 * turn) if isinstance(d, f.Read) and d.block == 0]
+        core.handle(f.Saw(0, ()), T0 + 3 + 10 * turn)
+        reads.append(set(read[0].buckets))
+        assert 1 <= len(read[0].buckets) <= 2
+    assert own <= reads[0] | reads[1]
+    assert own <= reads[2] | reads[3]
 
 
 def test_a_node_that_sees_nobody_says_isolated() -> None:
