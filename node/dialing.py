@@ -1,7 +1,7 @@
 """What addresses are to the libp2p daemon: their binary form, which of ours to hand out, which ports to try before it does.
 
-`addresses` reads what people type; this is the other end. Pure but for `check_ports`. Binary multiaddresses are protocol code (varint)
-and value, one after the other: https://github.com/multiformats/multiaddr. Written here because hivemind's encoder garbles /p2p/.
+`addresses` reads what people type; this is the other end. Pure but for `check_ports`. The binary form is py-multiaddr's, because
+hivemind's own encoder garbles /p2p/.
 """
 
 from __future__ import annotations
@@ -10,80 +10,32 @@ import errno
 import ipaddress
 import socket
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 from blocktrain.node.addresses import Address, is_loopback, parse
 from blocktrain.protocol.errors import Malformed, UsageError
-from blocktrain.protocol.ids import PeerId, base58_decode, base58_encode
-
-_CODES: Final = {"ip4": 4, "tcp": 6, "ip6": 41, "dns": 53, "dns4": 54, "dns6": 55, "dnsaddr": 56, "p2p-circuit": 290, "p2p": 421}
-_NAMES: Final = {code: name for name, code in _CODES.items()}
-_FIXED: Final = {"ip4": 4, "tcp": 2, "ip6": 16, "p2p-circuit": 0}  # bytes of value; the others carry a length
+from blocktrain.protocol.ids import PeerId
 
 
 def to_bytes(text: str) -> bytes:
     """The binary form of an address that `addresses.parse` accepted."""
-    out = bytearray()
-    parts = iter(text.strip("/").split("/"))
-    for name in parts:
-        kind = "p2p" if name == "ipfs" else name
-        out += _varint(_CODES[kind])
-        if kind == "p2p-circuit":
-            continue
-        value = next(parts)
-        if kind in ("ip4", "ip6"):
-            out += ipaddress.ip_address(value).packed
-        elif kind == "tcp":
-            out += int(value).to_bytes(2, "big")
-        else:
-            raw = base58_decode(value) if kind == "p2p" else value.encode()
-            out += _varint(len(raw)) + raw
-    return bytes(out)
+    from multiaddr import Multiaddr
+
+    data: bytes = Multiaddr(text).to_bytes()
+    return data
 
 
 def from_bytes(data: bytes) -> str:
-    """The text of a binary address. Raises: Malformed: cut off, or of a protocol that we do not use (QUIC, WebSocket …)."""
-    out: list[str] = []
-    at = 0
-    while at < len(data):
-        code, at = _read_varint(data, at)
-        kind = _NAMES.get(code)
-        if kind is None:
-            raise Malformed(f"multiaddress protocol {code}")
-        out.append(kind)
-        size, at = (_FIXED[kind], at) if kind in _FIXED else _read_varint(data, at)
-        value = data[at : at + size]
-        if len(value) < size:
-            raise Malformed("a multiaddress that is cut off")
-        at += size
-        if kind in ("ip4", "ip6"):
-            out.append(str(ipaddress.ip_address(value)))
-        elif kind == "tcp":
-            out.append(str(int.from_bytes(value, "big")))
-        elif kind != "p2p-circuit":
-            out.append(base58_encode(value) if kind == "p2p" else value.decode("ascii", "replace"))
-    return "/" + "/".join(out)
+    """The text of a binary address. Raises: Malformed: not an address, or of a protocol that we do not use (QUIC, WebSocket …)."""
+    from multiaddr import Multiaddr
 
-
-def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
-
-
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    number = 0
-    for shift in range(0, 35, 7):
-        if at >= len(data):
-            raise Malformed("a multiaddress that is cut off")
-        number |= (data[at] & 0x7F) << shift
-        at += 1
-        if data[at - 1] < 0x80:
-            return number, at
-    raise Malformed("a multiaddress with an endless number")
+    try:
+        text = str(Multiaddr(data))
+        parse(text, "address")
+    except UsageError as error:
+        raise Malformed(str(error)) from None
+    except Exception as error:  # the library raises its own errors, ValueError, and now and then others
+        raise Malformed(f"not a multiaddress: {type(error).__name__}") from None
+    return text
 
 
 def plain_reason(message: str) -> str:

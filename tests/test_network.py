@@ -22,7 +22,7 @@ from blocktrain.node.config import Network
 from blocktrain.node.network import Net, open_network
 from blocktrain.node.ports import Stream
 from blocktrain.protocol import ids
-from blocktrain.protocol.errors import DoesNotFit, NetworkFault, Unreachable, UsageError
+from blocktrain.protocol.errors import DoesNotFit, Malformed, NetworkFault, Unreachable, UsageError
 from blocktrain.protocol.handshake import Greeting
 from blocktrain.protocol.messages import INFO, Answer, Ask
 from tests.conftest import LOOPBACK, MakeNet, daemons_of_this_process, sockets_of_this_process
@@ -235,11 +235,14 @@ def test_binary_addresses_are_libp2ps() -> None:
         "/ip4/127.0.0.1/tcp/31337": "047f000001067a69",
         "/ip6/::1/tcp/80": "2900000000000000000000000000000001060050",
         "/dns4/example.com/tcp/443": "360b6578616d706c652e636f6d0601bb",
-        f"/p2p/{SOMEBODY}": "a50326" + ids.peer_bytes(SOMEBODY).hex(),
+        f"/ip4/127.0.0.1/tcp/80/p2p/{SOMEBODY}": "047f000001060050a50326" + ids.peer_bytes(SOMEBODY).hex(),
     }
     for text, data in cases.items():
         assert dialing.to_bytes(text).hex() == data
         assert dialing.from_bytes(bytes.fromhex(data)) == text
+    for useless in (b"", b"\x04\x7f", b"\xff" * 40, bytes.fromhex("047f0000019102" + "1000" + "cc03")):
+        with pytest.raises(Malformed):
+            dialing.from_bytes(useless)
     relayed = f"/ip4/203.0.113.7/tcp/4001/p2p/{SOMEBODY}/p2p-circuit"
     assert dialing.from_bytes(dialing.to_bytes(relayed)) == relayed
 
