@@ -317,6 +317,7 @@ class Children:
         if self.ending is not None:
             return self.ending
         running = [child for child in self.all if child.alive]
+        nodes = [child for child in running if not child.expected_to_end]
         self.thaw([child for child in running if child.frozen])
         for child in running:
             child.expected_to_end = True
@@ -340,7 +341,7 @@ class Children:
         names = tuple(_describe(process) for process in left)
         for process in left:
             _signal(process.pid, signal.SIGKILL)
-        badly = {child.label: child.code for child in running if child not in late and child.code}
+        badly = {child.label: child.code for child in nodes if child not in late and child.code}
         self.ending = Ending(tuple(child.label for child in late), names, badly)
         return self.ending
 
