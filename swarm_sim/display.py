@@ -5,7 +5,6 @@ All of it is talk and goes to stderr. Colours and the live region are rich's, wh
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -16,7 +15,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from blocktrain.node.commands import frame
 from blocktrain.swarm_sim.cluster import Member, number
 
 REDRAW_S: Final = 0.25
@@ -36,12 +34,12 @@ class Display:
         self._phases = list(phases)
         self._total_s = total_s
         self._console = console or Console(stderr=True, highlight=False)
-        self._live: Live | None = None
-        if frame.is_terminal(sys.stderr) and self._console.is_terminal:
-            self._live = Live(console=self._console, auto_refresh=False, get_renderable=self._picture)
         self._begun = time.monotonic()
         self._drawn = self._begun
         self._phase = ""
+        self._live: Live | None = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, get_renderable=self._picture)
 
     def __enter__(self) -> Display:
         if self._live is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from blocktrain.node.recipe_file import load_recipe
 from blocktrain.protocol.errors import BlocktrainError, UsageError
 from blocktrain.swarm_sim import benches, local, local_cmd, recipe
 from blocktrain.swarm_sim.app import BenchOptions, LocalOptions, main
+from blocktrain.swarm_sim.cluster import Member
 from blocktrain.swarm_sim.display import Display
 from blocktrain.swarm_sim.processes import Children, Failure, Interrupted, Patience, Programs
 
@@ -313,6 +316,29 @@ def test_plain_lines_are_said_where_stderr_is_no_terminal(tmp_path: Path) -> Non
         display.phase("two")
         display.say("something [bold]happened[/bold]")
     assert (tmp_path / "said").read_text().splitlines() == ["0:00  [2/2] two (1:00 left)", "0:00  something [bold]happened[/bold]"]
+
+
+def test_a_terminal_gets_a_live_table_with_a_bar_and_colours_only_where_they_are_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Children(tmp_path, patience=QUICK) as children:
+        child = children.start(
+            "node-1a", python('print(\'{"phase": "training", "round": 7, "loss": 2.5}\', flush=True); import time; time.sleep(60)')
+        )
+        children.wait(lambda: bool(child.status), 10, "no word")
+        colours = {}
+        for wish in ("", "1"):
+            monkeypatch.setenv("NO_COLOR", wish)
+            console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system="standard")
+            with Display(lambda: [Member(child, 1)], ["one", "two"], 60, console) as display:
+                display.phase("two")
+            assert isinstance(console.file, io.StringIO)
+            colours[wish] = "\x1b[32m" in console.file.getvalue()
+            drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+            assert "[2/2] two" in drawn
+            assert "0:00 of 1:00, 1:00 left" in drawn
+            assert re.search(r"1\s+node-1a\s+training\s+7\s+2\.500", drawn)
+    assert colours == {"": True, "1": False}
 
 
 # ---- benches ------------------------------------------------------------------------------------------------------------------------
