@@ -1,97 +1,161 @@
 """Carries out exchanges: the I/O and the compute that protocol/exchange.py orders, for one node.
 
-One method a side. Both take a snapshot, stream their encoded snapshots at once, let the replica compute and measure the merge off the
-loop, ask `acceptance.judge`, adopt, and tell each other the outcome. Training goes on all the while; the only thing that touches the live
-block is `adopt`, after every check. Whatever goes wrong ends as one `Ended` fact with a reason.
+One method a side. Both take a snapshot, stream their encoded snapshots at once (transfer.py), let the replica compute and measure the merge
+off the loop, ask `acceptance.judge`, adopt, and tell each other the outcome. Training goes on all the while; the only thing that touches
+the live block is `adopt`, after every check. Whatever goes wrong ends as one `Ended` fact with a reason, and only then streams are closed:
+a peer that does not listen any more cannot hold up the next round.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from blocktrain.node.ports import Replica, Snapshot, Stream, Terms, Transport
+from blocktrain.node.transfer import Transfer
 from blocktrain.protocol import acceptance, limits
 from blocktrain.protocol.errors import Malformed, NetworkFault, PeerFault
-from blocktrain.protocol.exchange import Exchange, Result
+from blocktrain.protocol.exchange import Exchange, Result, streams_for
 from blocktrain.protocol.facts import Answered, Ended, Fact, Published, SendOffer, Take
 from blocktrain.protocol.ids import NO_DIGEST, Digest, PeerId
 from blocktrain.protocol.manifest import Manifest
-from blocktrain.protocol.messages import CODECS, EXCHANGE, Accept, Chunk, Decline, End, Message, Offer, Outcome
+from blocktrain.protocol.messages import CODECS, EXCHANGE, Accept, Decline, End, Lane, Message, Offer, Outcome
 
 OUTCOME_TIMEOUT_S = 15.0  # beyond τ, to hear what the other side made of it
+CLOSE_TIMEOUT_S = 2.0  # for streams, when all is said
+FULL_CODEC = "bf16"  # where a sparse snapshot has no reference
+MAX_KNOWN = 1024  # peers whose link and last merge we remember
 
 
 @dataclass(frozen=True)
 class Side:
-    """Our side of every exchange."""
+    """Our side of every exchange. `streams`: how many to stripe over; None: as many as the link needs."""
 
     me: PeerId
     manifest: Manifest
     block: int
     codec: str
     margin: float
+    streams: int | None = None
+
+
+@dataclass
+class Known:
+    """What earlier exchanges with a peer told."""
+
+    rate_bytes_per_s: float | None = None  # of one direction
+    rtt_s: float | None = None
+    reference: bytes = NO_DIGEST  # our last merge with it that both sides keep
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The last transfer, for measurements. Times are time.monotonic()."""
+
+    first_chunk_at: float = 0.0
+    verified_at: float = 0.0
+    payload_bytes: int = 0
+    lanes: int = 0
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """A transfer that more streams may join."""
+
+    transfer: Transfer
+    peer: PeerId
+    streams: int
+
+
+@dataclass(frozen=True)
+class _Swapped:
+    """What an exchange has when both snapshots are through."""
+
+    stream: Stream
+    mine: Snapshot
+    transfer: Transfer
+    terms: Terms
+    keep: bool
 
 
 class Exchanger:
-    """`report` takes facts (it must not block); `clock` is Unix seconds."""
+    """`report` takes facts (it must not block); `clock` is Unix seconds.
+
+    Attributes:
+        side: our side; may be replaced between exchanges.
+        timing: of the last transfer.
+    """
 
     def __init__(
-        self, ours: Side, transport: Transport, replica: Replica, report: Callable[[Fact], None], clock: Callable[[], float]
+        self, side: Side, transport: Transport, replica: Replica, report: Callable[[Fact], None], clock: Callable[[], float]
     ) -> None:
-        self._ours = ours
+        self.side = side
+        self.timing = Timing()
         self._transport = transport
         self._replica = replica
         self._report = report
         self._clock = clock
+        self._known: OrderedDict[PeerId, Known] = OrderedDict()
+        self._expected: dict[bytes, _Expected] = {}
 
     async def offer(self, order: SendOffer) -> None:
         """Offer an exchange and see it through. Reports Answered and Ended; reports nothing if cancelled (withdrawn)."""
-        exchange = Exchange(self._ours.me, order.peer, order.exchange, ours=True, now=self._clock(), tau_s=order.deadline - self._clock())
+        exchange = Exchange(self.side.me, order.peer, order.exchange, ours=True, now=self._clock(), tau_s=order.deadline - self._clock())
         began = time.monotonic()
-        stream: Stream | None = None
-        try:
-            async with asyncio.timeout(max(0.0, order.deadline - self._clock())):
-                mine = await self._replica.snapshot(self._ours.codec)
-                stream = await self._transport.open(order.peer, EXCHANGE, timeout_s=limits.OPEN_TIMEOUT_S)
-                offer = self._offer(order.exchange, mine)
-                await stream.send(offer, timeout_s=limits.OPEN_TIMEOUT_S)
-                answer, _ = await stream.receive(timeout_s=limits.OPEN_TIMEOUT_S)
-                result = _answer(exchange, answer, offer)
-                if result is None:
-                    assert isinstance(answer, Accept)
-                    self._report(Answered(order.exchange))
-                    terms = Terms(order.peer, answer.round, answer.weight, Digest(answer.digest), answer.codec)
-                    payload = await _swap(stream, mine, answer.size)
-            if result is None:
-                result = await self._settle(exchange, stream, mine, payload, terms)
-        except TimeoutError:
-            result = exchange.late()
-        except NetworkFault as fault:
-            result = exchange.silent(str(fault))
-        except PeerFault as fault:
-            result = exchange.refused(fault.why, offence=True)
-        finally:
-            if stream is not None:
-                await stream.close()
-        self._report(Ended(order.exchange, order.peer, result, time.monotonic() - began))
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(max(0.0, order.deadline - self._clock())):
+                    swapped = await self._propose(exchange, order, stack)
+                result = swapped if isinstance(swapped, Result) else await self._settle(exchange, swapped)
+            except TimeoutError:
+                result = exchange.late()
+            except NetworkFault as fault:
+                result = exchange.silent(str(fault))
+            except PeerFault as fault:
+                result = exchange.refused(fault.why, offence=True)
+            self._report(Ended(order.exchange, order.peer, result, time.monotonic() - began))
+
+    async def _propose(self, exchange: Exchange, order: SendOffer, stack: contextlib.AsyncExitStack) -> _Swapped | Result:
+        """From the snapshot to the end of the transfer, or to the answer that ends the exchange. Streams are left to `stack`."""
+        mine = await self._snapshot_for(order.peer)
+        stream = await self._transport.open(order.peer, EXCHANGE, timeout_s=limits.OPEN_TIMEOUT_S)
+        stack.push_async_callback(_close, stream)
+        offer = self._offer(order, mine)
+        await stream.send(offer, timeout_s=limits.OPEN_TIMEOUT_S)
+        answer, _ = await stream.receive(timeout_s=limits.OPEN_TIMEOUT_S)
+        self._know(order.peer).rtt_s = stream.rtt_s
+        result = self._answer(exchange, answer, offer)
+        if result is not None:
+            return result
+        assert isinstance(answer, Accept)
+        self._report(Answered(order.exchange))
+        terms = Terms(order.peer, answer.round, answer.weight, Digest(answer.digest), answer.codec)
+        transfer = Transfer(mine.payload, answer.size)
+        await stack.enter_async_context(self._lanes(order.peer, offer, transfer))
+        await transfer.run(stream)
+        return _Swapped(stream, mine, transfer, terms, offer.keep)
 
     async def take(self, order: Take, offer: Offer, stream: Stream) -> None:
         """Accept an offer that the core decided to take, and see it through. Reports Ended."""
-        exchange = Exchange(self._ours.me, order.peer, order.exchange, ours=False, now=self._clock(), tau_s=order.deadline - self._clock())
+        exchange = Exchange(self.side.me, order.peer, order.exchange, ours=False, now=self._clock(), tau_s=order.deadline - self._clock())
         began = time.monotonic()
         terms = Terms(order.peer, offer.round, offer.weight, Digest(offer.digest), offer.codec)
+        transfer: Transfer | None = None
         try:
             async with asyncio.timeout(max(0.0, order.deadline - self._clock())):
-                mine = await self._replica.snapshot(offer.codec)
+                mine = await self._replica.snapshot(offer.codec, offer.reference)
+                transfer = Transfer(mine.payload, offer.size)
+                self._expected[offer.exchange] = _Expected(transfer, order.peer, offer.streams)
                 await stream.send(
                     Accept(order.exchange, mine.round, mine.weight, mine.digest, len(mine.payload), offer.codec),
                     timeout_s=limits.OPEN_TIMEOUT_S,
                 )
-                payload = await _swap(stream, mine, offer.size)
-            result = await self._settle(exchange, stream, mine, payload, terms)
+                await transfer.run(stream)
+            result = await self._settle(exchange, _Swapped(stream, mine, transfer, terms, offer.keep))
         except TimeoutError:
             result = exchange.late()
         except NetworkFault as fault:
@@ -103,105 +167,156 @@ class Exchanger:
             why = "cut off" if isinstance(error, asyncio.CancelledError) else "our side failed"
             self._report(Ended(order.exchange, order.peer, exchange.silent(why), time.monotonic() - began))
             raise
+        finally:
+            self._expected.pop(offer.exchange, None)
+            if transfer is not None:
+                transfer.end()
         self._report(Ended(order.exchange, order.peer, result, time.monotonic() - began))
+
+    async def lane(self, first: Lane, stream: Stream) -> None:
+        """One more stream for an exchange that we took. Raises: Malformed: there is none that it belongs to."""
+        expected = self._expected.get(first.exchange)
+        if expected is None or expected.peer != stream.peer or expected.transfer.lanes >= expected.streams:
+            raise Malformed("a lane that belongs to no exchange under way")
+        await expected.transfer.help(stream, closes=False)
 
     def objection(self, offer: Offer) -> str:
         """A decline reason for what the core does not look at, or ""."""
-        if offer.block != self._ours.block or offer.part != "block":
+        if offer.block != self.side.block or offer.part != "block":
             return "block"
-        if offer.run != self._ours.manifest.run:
+        if offer.run != self.side.manifest.run:
             return "block"
-        return "" if offer.codec in CODECS and offer.codec != "sparse" else "codec"
+        known = offer.codec in CODECS and (offer.codec != "sparse" or self._replica.has_reference(offer.reference))
+        return "" if known else "codec"
 
-    def _offer(self, exchange: bytes, mine: Snapshot) -> Offer:
-        ours = self._ours
+    # ---- what we know of a peer ---------------------------------------------------------------------------------------------------
+
+    def _know(self, peer: PeerId) -> Known:
+        known = self._known.setdefault(peer, Known())
+        self._known.move_to_end(peer)
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        return known
+
+    async def _snapshot_for(self, peer: PeerId) -> Snapshot:
+        """Ours, for an offer: sparse only where both sides keep a merge that it can be relative to."""
+        if self.side.codec != "sparse":
+            return await self._replica.snapshot(self.side.codec)
+        reference = self._know(peer).reference
+        if not self._replica.has_reference(reference):
+            return await self._replica.snapshot(FULL_CODEC)
+        return await self._replica.snapshot("sparse", reference)
+
+    def _offer(self, order: SendOffer, mine: Snapshot) -> Offer:
+        side, known = self.side, self._know(order.peer)
         return Offer(
-            exchange=exchange,
-            run=ours.manifest.run,
-            block=ours.block,
+            exchange=order.exchange,
+            run=side.manifest.run,
+            block=side.block,
             part="block",
             round=mine.round,
             codec=mine.codec,
             weight=mine.weight,
             digest=mine.digest,
             size=len(mine.payload),
+            reference=known.reference if mine.codec == "sparse" else NO_DIGEST,
+            streams=side.streams or streams_for(known.rate_bytes_per_s, known.rtt_s),
+            keep=side.codec == "sparse",
         )
 
-    async def _settle(self, exchange: Exchange, stream: Stream, mine: Snapshot, payload: bytearray, terms: Terms) -> Result:
+    def _answer(self, exchange: Exchange, answer: Message, offer: Offer) -> Result | None:
+        """The end of an exchange by the answer to our offer, or None where it goes on."""
+        if isinstance(answer, Decline):
+            if answer.reason == "codec":  # the other side does not keep our last merge any more
+                self._know(exchange.peer).reference = NO_DIGEST
+            return exchange.declined(answer.reason)
+        if isinstance(answer, End):
+            return exchange.declined(answer.reason)
+        if not isinstance(answer, Accept):
+            raise Malformed(f"{type(answer).__name__} in answer to an offer")
+        wrong = exchange.accepted(answer, offer)
+        if wrong:
+            raise Malformed(wrong)
+        return None
+
+    def _measured(self, peer: PeerId, transfer: Transfer, verified_at: float) -> None:
+        began_at = transfer.began_at or verified_at
+        size = len(transfer.theirs)
+        self.timing = Timing(began_at, verified_at, size, transfer.lanes)
+        self._know(peer).rate_bytes_per_s = size / max(1e-6, verified_at - began_at)
+
+    @contextlib.asynccontextmanager
+    async def _lanes(self, peer: PeerId, offer: Offer, transfer: Transfer) -> AsyncIterator[None]:
+        """The other streams of an exchange that we offered. One that cannot be opened is left out."""
+
+        async def lane() -> None:
+            with contextlib.suppress(NetworkFault, PeerFault):
+                stream = await self._transport.open(peer, EXCHANGE, timeout_s=limits.OPEN_TIMEOUT_S)
+                try:
+                    await stream.send(Lane(offer.exchange), timeout_s=limits.OPEN_TIMEOUT_S)
+                    await transfer.help(stream, closes=True)
+                finally:
+                    await _close(stream)
+
+        lanes = [asyncio.create_task(lane(), name="exchange-lane") for _ in range(offer.streams - 1)]
+        try:
+            yield
+        finally:
+            transfer.end()
+            if lanes:
+                _, open_still = await asyncio.wait(lanes, timeout=CLOSE_TIMEOUT_S)
+                for task in open_still:
+                    task.cancel()
+                await asyncio.gather(*lanes, return_exceptions=True)
+
+    # ---- the end ------------------------------------------------------------------------------------------------------------------
+
+    async def _settle(self, exchange: Exchange, swapped: _Swapped) -> Result:
         """Verify, merge, judge, adopt; then tell and hear. Only the transfer before this is bound by τ; this is our own compute."""
         outcome: Outcome
         refusal: Result | None = None
+        mine, transfer = swapped.mine, swapped.transfer
         try:
-            trial = await self._replica.consider(mine, payload, terms, mine_first=exchange.mine_first)
-            acceptance.judge(trial.measures, self._ours.margin)
+            trial = await self._replica.consider(mine, transfer.theirs, swapped.terms, mine_first=exchange.mine_first)
+            self._measured(exchange.peer, transfer, trial.verified_at)
+            acceptance.judge(trial.measures, self.side.margin)
         except PeerFault as fault:
             refusal = exchange.refused(fault.why, offence=True)
             outcome = Outcome(False, NO_DIGEST, fault.why[: limits.MAX_TEXT_CHARS])
         else:
-            published = await self._replica.adopt(trial, mine)
+            published = await self._replica.adopt(trial, mine, keep=swapped.keep)
             exchange.judged(trial.digest)  # not before: a download can make the merge void, and then nothing of it is used
             self._report(Published(published.round, published.digest))
             outcome = Outcome(True, trial.digest)
         try:
-            if exchange.ours:
-                await stream.send(outcome, timeout_s=OUTCOME_TIMEOUT_S)
-                heard, _ = await stream.receive(timeout_s=OUTCOME_TIMEOUT_S)
-            else:
-                heard, _ = await stream.receive(timeout_s=OUTCOME_TIMEOUT_S)
-                await stream.send(outcome, timeout_s=OUTCOME_TIMEOUT_S)
+            if refusal is not None:  # what they make of it changes nothing any more; our place for the next exchange is worth more
+                await swapped.stream.send(outcome, timeout_s=OUTCOME_TIMEOUT_S)
+                return refusal
+            heard = await _tell_and_hear(exchange, swapped, outcome)
         except NetworkFault as fault:
             return refusal or exchange.silent(str(fault))
-        if refusal is not None:
-            return refusal
-        if isinstance(heard, Outcome):
-            return exchange.heard(heard)
-        return exchange.silent(f"{type(heard).__name__} in place of an outcome")
+        if not isinstance(heard, Outcome):
+            return exchange.silent(f"{type(heard).__name__} in place of an outcome")
+        result = exchange.heard(heard)
+        if result.kind == "merged" and swapped.keep:
+            self._know(exchange.peer).reference = outcome.merged
+        return result
 
 
-def _answer(exchange: Exchange, answer: Message, offer: Offer) -> Result | None:
-    """The end of an exchange by the answer to our offer, or None where it goes on."""
-    if isinstance(answer, Decline):
-        return exchange.declined(answer.reason)
-    if isinstance(answer, End):
-        return exchange.declined(answer.reason)
-    if not isinstance(answer, Accept):
-        raise Malformed(f"{type(answer).__name__} in answer to an offer")
-    wrong = exchange.accepted(answer, offer)
-    if wrong:
-        raise Malformed(wrong)
-    if answer.size != offer.size:
-        raise Malformed(f"a snapshot of {answer.size} bytes; ours has {offer.size}")
-    return None
+async def _tell_and_hear(exchange: Exchange, swapped: _Swapped, outcome: Outcome) -> Message:
+    """The offerer speaks first, so that it is the one who receives last, and hangs up."""
+    heard: Message | None = swapped.transfer.outcome
+    if exchange.ours:
+        await swapped.stream.send(outcome, timeout_s=OUTCOME_TIMEOUT_S)
+    if heard is None:
+        heard, _ = await swapped.stream.receive(timeout_s=OUTCOME_TIMEOUT_S)
+    if not exchange.ours:
+        await swapped.stream.send(outcome, timeout_s=OUTCOME_TIMEOUT_S)
+    return heard
 
 
-async def _swap(stream: Stream, mine: Snapshot, size: int) -> bytearray:
-    """Send our snapshot and receive theirs, both at once. `size` is what they announced; the codec checks it against the shape."""
-    if size != len(mine.payload):
-        raise Malformed(f"a snapshot of {size} bytes; ours has {len(mine.payload)}")
-    theirs = bytearray(size)
-
-    async def send() -> None:
-        for offset in range(0, len(mine.payload), limits.CHUNK_BYTES):
-            await stream.send(Chunk(offset), mine.payload[offset : offset + limits.CHUNK_BYTES], timeout_s=limits.STALL_TIMEOUT_S)
-
-    async def receive() -> None:
-        filled = 0
-        while filled < size:
-            message, body = await stream.receive(timeout_s=limits.STALL_TIMEOUT_S, max_body=limits.MAX_BODY_BYTES)
-            if not isinstance(message, Chunk):
-                detail = f": {message.detail}" if isinstance(message, End) and message.detail else ""
-                raise NetworkFault(f"{type(message).__name__} in the middle of a transfer{detail}")
-            if message.offset != filled or not body or filled + len(body) > size:
-                raise Malformed(f"a chunk of {len(body)} bytes at {message.offset}; expected one at {filled} of {size}")
-            theirs[filled : filled + len(body)] = body
-            filled += len(body)
-
-    sending = asyncio.create_task(send(), name="exchange-send")
-    try:
-        await receive()
-        await sending
-    finally:
-        if not sending.done():
-            sending.cancel()
-        await asyncio.gather(sending, return_exceptions=True)
-    return theirs
+async def _close(stream: Stream) -> None:
+    """Not for long: a stream that ended badly has nothing to wait for."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await stream.close()

@@ -103,6 +103,7 @@ class PipeWriter:
         self._out.put(bytes(data))
 
     async def drain(self) -> None:
+        await asyncio.sleep(0)  # so that what was written can arrive, and fill the other side's buffer
         await self._out.room()
         if self._out.ended:
             raise ConnectionResetError
