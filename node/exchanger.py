@@ -134,7 +134,7 @@ class Exchanger:
         assert isinstance(answer, Accept)
         self._report(Answered(order.exchange))
         terms = Terms(order.peer, answer.round, answer.weight, Digest(answer.digest), answer.codec)
-        transfer = Transfer(mine.payload, answer.size)
+        transfer = Transfer(mine.payload, answer.size, offer.streams)
         await stack.enter_async_context(self._lanes(order.peer, offer, transfer))
         await transfer.run(stream)
         return _Swapped(stream, mine, transfer, terms, offer.keep)
@@ -148,7 +148,7 @@ class Exchanger:
         try:
             async with asyncio.timeout(max(0.0, order.deadline - self._clock())):
                 mine = await self._replica.snapshot(offer.codec, offer.reference)
-                transfer = Transfer(mine.payload, offer.size)
+                transfer = Transfer(mine.payload, offer.size, offer.streams)
                 self._expected[offer.exchange] = _Expected(transfer, order.peer, offer.streams)
                 await stream.send(
                     Accept(order.exchange, mine.round, mine.weight, mine.digest, len(mine.payload), offer.codec),

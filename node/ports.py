@@ -24,6 +24,11 @@ class Stream(Protocol):
     @property
     def peer(self) -> PeerId: ...
 
+    @property
+    def rtt_s(self) -> float | None:
+        """Round trip of the hellos; None where we were asked, and before the first `receive`."""
+        ...
+
     async def send(self, message: Message, body: Buffer = b"", *, timeout_s: float) -> None:
         """Write one frame. Raises: NetworkFault."""
         ...
@@ -112,6 +117,7 @@ class Trial:
     digest: Digest  # of the merged state, equal on both sides
     measures: Measures
     token: object
+    verified_at: float = 0.0  # time.monotonic() when their snapshot was complete and its digest right
 
 
 @dataclass(frozen=True)
@@ -142,8 +148,17 @@ class Replica(Protocol):
         """Start training. `on_round` is called on the loop whenever H more steps passed since the last merge or own round."""
         ...
 
-    async def snapshot(self, codec: str) -> Snapshot:
-        """Encode the live parameters as they are now (between two steps). The exchange's own copy: training goes on."""
+    async def snapshot(self, codec: str, reference: bytes = b"") -> Snapshot:
+        """Encode the live parameters as they are now (between two steps). The exchange's own copy: training goes on.
+
+        Args:
+            reference: for the sparse codec, the digest of the merge that both sides kept.
+        Raises: PeerFault: that merge is not kept here.
+        """
+        ...
+
+    def has_reference(self, reference: bytes) -> bool:
+        """Whether a merge is kept, so that sparse snapshots can be relative to it."""
         ...
 
     async def consider(self, mine: Snapshot, payload: Buffer, terms: Terms, *, mine_first: bool) -> Trial:
@@ -153,8 +168,8 @@ class Replica(Protocol):
         """
         ...
 
-    async def adopt(self, trial: Trial, mine: Snapshot) -> Published:
-        """Make a trial the published state; live += merged - own encoded snapshot."""
+    async def adopt(self, trial: Trial, mine: Snapshot, *, keep: bool = False) -> Published:
+        """Make a trial the published state; live += merged - own encoded snapshot. `keep` it as a reference for sparse snapshots."""
         ...
 
     async def publish_own(self) -> Published:

@@ -27,7 +27,7 @@ from blocktrain.protocol.core import Core, Settings
 from blocktrain.protocol.errors import Malformed, NetworkFault, PeerFault
 from blocktrain.protocol.ids import NO_DIGEST, short
 from blocktrain.protocol.manifest import Manifest
-from blocktrain.protocol.messages import EXCHANGE, INFO, LINK, STATE, SWEEP, Decline, Offer, Want
+from blocktrain.protocol.messages import EXCHANGE, INFO, LINK, STATE, SWEEP, Decline, Lane, Offer, Want
 from blocktrain.protocol.records import Announcement, RunRecord
 
 log = logging.getLogger("blocktrain.node")
@@ -223,6 +223,9 @@ class Node:
 
     async def _inbound_exchange(self, stream: Stream) -> None:
         offer, _ = await stream.receive(timeout_s=limits.OPEN_TIMEOUT_S)
+        if isinstance(offer, Lane):
+            await self.exchanger.lane(offer, stream)
+            return
         if not isinstance(offer, Offer):
             raise Malformed(f"{type(offer).__name__} on an exchange stream")
         why = self.exchanger.objection(offer)

@@ -83,6 +83,7 @@ class PeerStream:
         self._mid_frame = False  # we wrote part of a frame: nothing more can follow
         self._broken = False
         self._closed = False
+        self.rtt_s: float | None = None
         writer.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
 
     @property
@@ -155,7 +156,7 @@ class PeerStream:
             return message
         if not isinstance(message, Hello):
             raise Malformed("the first message is not a hello")
-        rtt_s = time.monotonic() - asked_mono
+        rtt_s = self.rtt_s = time.monotonic() - asked_mono
         self._transport.on_hello(Met(self._peer, message, rtt_s, handshake.skew_s(message.sent_at, asked_at, asked_at + rtt_s)))
         _check(self._transport.greeting.hello(asked_at), message, self._peer)
         return None

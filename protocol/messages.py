@@ -5,6 +5,7 @@ from the side that finishes last; whoever receives the last frame closes first (
 
   /blocktrain/1/info      Ask → Answer (body: manifest, or status as JSON)
   /blocktrain/1/exchange  Offer → Accept | Decline; then Chunk… both ways at once; Outcome both ways; End      (protocol/exchange.py)
+                          Lane: more streams for the chunks of an accepted exchange; Chunk… both ways; End
   /blocktrain/1/state     Want → Have | End; Chunk…; End
   /blocktrain/1/sweep     Open → Ready | End; Step → Scored, as often as wanted; Close → End                   (protocol/sweep.py)
   /blocktrain/1/link      Link → Ready | End; Step … : holder to holder, inside a session
@@ -94,6 +95,7 @@ class Offer:
     size: int = schema.field(_SIZE)  # its bytes
     reference: bytes = schema.field(Raw(DIGEST_BYTES), b"")  # sparse: the last merge that both sides share
     streams: int = schema.field(Int(1, 16), 1)  # over how many streams the snapshots are striped
+    keep: bool = schema.field(Bool(), False)  # both sides shall keep the merge: a sparse offer relative to it will come
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,15 @@ class Decline:
 
 
 @dataclass(frozen=True)
+class Lane:
+    """First request on one more stream for an exchange that was accepted: chunks of both sides may travel on it, too."""
+
+    exchange: bytes = schema.field(_ID)
+
+
+@dataclass(frozen=True)
 class Chunk:
-    """A piece of a transfer; the body is its bytes. Pieces of one stream come in order and join without a gap."""
+    """A piece of a transfer; the body is its bytes. On one stream they come in order and join; lanes may share."""
 
     offset: int = schema.field(_SIZE)
 
@@ -237,12 +246,13 @@ class Close:
 
 
 Message: TypeAlias = (
-    Hello | End | Ask | Answer | Offer | Accept | Decline | Chunk | Outcome | Want | Have | Open | Link | Ready | Step | Scored | Close
-)
+    Hello | End | Ask | Answer | Offer | Accept | Decline | Lane | Chunk | Outcome
+    | Want | Have | Open | Link | Ready | Step | Scored | Close
+)  # fmt: skip
 _TYPES: Final[dict[str, type[Any]]] = {
     cls.__name__.lower(): cls
     for cls in (
-        Hello, End, Ask, Answer, Offer, Accept, Decline, Chunk, Outcome, Want, Have, Open, Link, Ready, Step, Scored, Close,
+        Hello, End, Ask, Answer, Offer, Accept, Decline, Lane, Chunk, Outcome, Want, Have, Open, Link, Ready, Step, Scored, Close,
     )
 }  # fmt: skip
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +24,7 @@ from torch import Tensor
 from blocktrain.node.compute import codecs, flat
 from blocktrain.node.compute.device import Mover, Parcel, choose
 from blocktrain.node.compute.flat import Flat
+from blocktrain.node.compute.merging import combine
 from blocktrain.node.compute.model import Block
 from blocktrain.node.compute.objective import objective_of
 from blocktrain.node.compute.thread import TrainingThread
@@ -35,6 +39,7 @@ from blocktrain.protocol.manifest import Manifest
 T = TypeVar("T")
 HELDOUT_TOKENS: Final = 512  # of the check on every merge: both sides of it are measured on the same tokens, so that few suffice
 STOP_TIMEOUT_S: Final = 20.0  # for the step in hand
+MAX_REFERENCES: Final = 4  # merges kept for sparse snapshots, in bf16: half a state each
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +60,7 @@ class Options:
     threads: int = 1  # of PyTorch's math, in the whole process
     compile: bool = False
     seed: int = 0  # of noise and windows; every replica has another
+    heldout: bool = True  # measure every merge on held-out data before it is used
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,7 @@ class _Taken(Snapshot):
 
     tokens: int
     generation: int
+    reference: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,8 @@ class TorchReplica:
         self._size = self._trainer.flat.size
         self._state = (Published(0, flat.digest(flat.to_bytes(initial))), initial)  # replaced as a whole, on the training thread
         self._heldout: float | None = None
+        self._checks = options.heldout
+        self._references: OrderedDict[Digest, Tensor] = OrderedDict()  # digest of a merge → it in bf16, the newest last
         self._generation = 0  # counts loads: what was computed before one must not be added after it
         self._steps_at_start = self._tokens_at_start = 0
         self._worker = ThreadPoolExecutor(1, "blocktrain-compute")
@@ -178,7 +187,7 @@ class TorchReplica:
 
     # ---- exchanges --------------------------------------------------------------------------------------------------------------
 
-    async def snapshot(self, codec: str) -> Snapshot:
+    async def snapshot(self, codec: str, reference: bytes = b"") -> Snapshot:
         coder = codecs.codec_of(codec)
 
         def job(trainer: Trainer) -> tuple[Parcel, int, int, int, int]:
@@ -188,14 +197,27 @@ class TorchReplica:
 
         parcel, round, weight, tokens, generation = await self._between_steps(job)
 
-        def encode() -> tuple[Digest, memoryview]:
+        def encode() -> tuple[Digest, memoryview, Tensor | None]:
             state = self._mover.to_host(parcel)
             _check_finite(state)
-            payload = coder.encode(state)
-            return flat.digest(payload), payload
+            base = self._reference(codec, reference)
+            payload = coder.encode(state, base)
+            return flat.digest(payload), payload, base
 
-        digest, payload = await self._work(encode)
-        return _Taken(codec, round, float(weight), digest, payload, tokens, generation)
+        digest, payload, base = await self._work(encode)
+        return _Taken(codec, round, float(weight), digest, payload, tokens, generation, base)
+
+    def has_reference(self, reference: bytes) -> bool:
+        return Digest(reference) in self._references
+
+    def _reference(self, codec: str, reference: bytes) -> Tensor | None:
+        """The state that a sparse snapshot is relative to. Raises: PeerFault: it is not kept here (any more)."""
+        if codec != "sparse":
+            return None
+        kept = self._references.get(Digest(reference))
+        if kept is None:
+            raise PeerFault("the reference of a sparse snapshot is not kept here")
+        return kept.float()
 
     async def consider(self, mine: Snapshot, payload: Buffer, terms: Terms, *, mine_first: bool) -> Trial:
         assert isinstance(mine, _Taken), "a snapshot of this replica"
@@ -205,21 +227,28 @@ class TorchReplica:
         """On the worker. Nothing here touches the live block."""
         if flat.digest(payload) != terms.digest:
             raise PeerFault("the snapshot does not have the digest that was announced", terms.peer)
-        theirs = codecs.codec_of(terms.codec).decode(payload, self._size)
-        ours = codecs.codec_of(mine.codec).decode(mine.payload, self._size)
+        verified_at = time.monotonic()
+        theirs = codecs.codec_of(terms.codec).reader(payload, self._size, mine.reference)
+        ours = codecs.codec_of(mine.codec).reader(mine.payload, self._size, mine.reference)
         published, state = self._state
         round = merged_round(published.round, terms.round)
-        own_norm, distance, drift = flat.norm(ours), flat.distance(theirs, ours), flat.distance(ours, state)
-        if not np.isfinite(flat.norm(theirs)):
-            return Trial(round, NO_DIGEST, Measures(False, own_norm, distance, drift, None, None), None)
         first, second = (mine.weight, terms.weight) if mine_first else (terms.weight, mine.weight)
         parts = shares(first, second, tokens_per_round(self.manifest))
-        merged = flat.merge(ours, theirs, parts) if mine_first else flat.merge(theirs, ours, parts)
-        before, after = self._measure(ours), self._measure(merged)
-        token = _Merge(merged, self._mover.to_device(merged - ours), mine.generation, after)
-        return Trial(round, flat.digest(flat.to_bytes(merged)), Measures(True, own_norm, distance, drift, before, after), token)
+        merge = combine(ours, theirs, state, parts, mine_first=mine_first)
+        norms = (merge.own_norm, merge.distance, merge.drift)
+        if not math.isfinite(merge.distance):
+            return Trial(round, NO_DIGEST, Measures(False, *norms, None, None), None, verified_at)
+        before, after = (self._measure_snapshot(mine), self._measure(merge.state)) if self._checks else (None, None)
+        token = _Merge(merge.state, self._mover.to_device(merge.difference), mine.generation, after)
+        return Trial(round, merge.digest, Measures(True, *norms, before, after), token, verified_at)
 
-    async def adopt(self, trial: Trial, mine: Snapshot) -> Published:
+    def _measure_snapshot(self, mine: _Taken) -> float:
+        read = codecs.codec_of(mine.codec).reader(mine.payload, self._size, mine.reference)
+        for piece in flat.pieces(self._size):
+            self._spare_flat.data[piece].copy_(read(piece))
+        return self._score()
+
+    async def adopt(self, trial: Trial, mine: Snapshot, *, keep: bool = False) -> Published:
         """Raises: NetworkFault: our block was replaced by a downloaded state since the snapshot, so that the merge is void."""
         token = trial.token
         assert isinstance(token, _Merge), "a trial of this replica that was finite"
@@ -237,7 +266,16 @@ class TorchReplica:
             self._heldout = token.heldout
             return published
 
-        return await self._between_steps(job)
+        published = await self._between_steps(job)
+        if keep:
+            await self._work(lambda: self._keep(trial.digest, token.state))
+        return published
+
+    def _keep(self, digest: Digest, state: Tensor) -> None:
+        """Both sides of a merge keep the same bits of it."""
+        self._references[digest] = state.bfloat16()
+        while len(self._references) > MAX_REFERENCES:
+            self._references.popitem(last=False)
 
     async def publish_own(self) -> Published:
         def take(trainer: Trainer) -> tuple[Parcel, Published]:
@@ -332,6 +370,9 @@ class TorchReplica:
     def _measure(self, state: Tensor) -> float:
         """Loss of a state on our held-out batch, nats per token. On the worker: the spare block is its own."""
         self._spare_flat.data.copy_(state)
+        return self._score()
+
+    def _score(self) -> float:
         return float(self._objective.score(self._spare, self._heldout_RT1).mean())
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
