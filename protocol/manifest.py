@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, Final
 
 from blocktrain.protocol import limits, schema, wire
@@ -21,6 +22,7 @@ from blocktrain.protocol.schema import Choice, Float, Int, Table, Text
 
 FORMAT: Final = 1
 OBJECTIVES: Final = ("evidence", "diffusionblocks", "autoregressive")
+SIGMA_DEVIATIONS: Final = 2.0  # `diffusionblocks`: ln σ is normal, cut at so many deviations, which are sigma_low and sigma_high
 _TOKENIZER_FILE: Final = re.compile("sha256:[0-9a-f]{64}")
 
 
@@ -100,8 +102,16 @@ class Manifest:
         return RunId(hashlib.sha256(self.to_bytes()).digest())
 
     def sigma_edges(self) -> tuple[float, ...]:
-        """The B+1 boundaries of the σ partition, log-uniform, rising. Block b owns edges[B-1-b] … edges[B-b]: the first is noisiest."""
+        """The B+1 boundaries of the σ partition, rising. Block b owns edges[B-1-b] … edges[B-b]: the first is noisiest.
+
+        Log-uniform; under `diffusionblocks`, of equal probability under its log-normal σ (arXiv 2506.14202).
+        """
         ratio = self.noise.sigma_high / self.noise.sigma_low
+        if self.objective == "diffusionblocks":
+            tail = NormalDist().cdf(-SIGMA_DEVIATIONS)
+            shares = (tail + (1 - 2 * tail) * i / self.blocks for i in range(1, self.blocks))
+            inner = (0.5 + NormalDist().inv_cdf(share) / (2 * SIGMA_DEVIATIONS) for share in shares)
+            return (self.noise.sigma_low, *(self.noise.sigma_low * ratio**place for place in inner), self.noise.sigma_high)
         return tuple(self.noise.sigma_low * ratio ** (i / self.blocks) for i in range(self.blocks + 1))
 
     def sigma_interval(self, block: int) -> tuple[float, float]:

@@ -4,6 +4,9 @@ Every parameter is private to the block. What all blocks share is a function of 
 unit-norm target of each token. Both Y and the initial weights come from a counter-based generator and exact integer arithmetic, so
 that every replica of a block starts from the same bytes on every machine.
 
+Under the objective `diffusionblocks` (recipe §2) a block differs in four ways: z is read at every position, its scale is σ_data, the
+head gives a feature of width D that is preconditioned as in EDM, and Y is the normalised embedding table, which learns and is shared.
+
 Shapes: R rows (texts), N positions of this pass, M noisy positions, D width, V vocabulary, H heads, K width of a head, S positions
 in the cache. All tensors are float32 unless said; under autocast the layers may run in bfloat16, logits never do.
 """
@@ -24,6 +27,8 @@ from torch.nn import functional as F
 from blocktrain.protocol.manifest import Manifest
 
 MAX_WINDOW: Final = 64  # positions of the longest noisy window; the first is clean, so offsets end at MAX_WINDOW - 1
+SIGMA_DATA: Final = 0.5  # σ_d of EDM's preconditioning (arXiv 2206.00364, table 1); the papers do not say theirs
+LITERAL: Final = "diffusionblocks"
 _FREQUENCIES: Final = 16
 _TIME_WIDTH: Final = 64
 _ROPE_BASE: Final = 10_000.0
@@ -140,6 +145,7 @@ class Block(nn.Module):
         self.block = block
         self.width, self.heads, self.context, self.vocabulary = model.width, model.heads, model.context, model.vocabulary
         width = model.width
+        self.literal = manifest.objective == LITERAL
         self.embedding = nn.Parameter(torch.empty(model.vocabulary, width))  # Ctx
         self.offset = nn.Parameter(torch.empty(MAX_WINDOW - 1, width))  # Off
         self.noise_in = nn.Parameter(torch.empty(width, width))  # W_z
@@ -149,31 +155,49 @@ class Block(nn.Module):
         self.time_out_bias = nn.Parameter(torch.empty(width))
         self.layers = nn.ModuleList([Layer(width, model.heads) for _ in range(model.layers)])
         self.norm_out = nn.Parameter(torch.empty(width))
-        self.head = nn.Parameter(torch.empty(model.vocabulary, width))
+        self.head = nn.Parameter(torch.empty(width if self.literal else model.vocabulary, width))
         self._trunk: Callable[[Tensor, Tensor, Tensor], Tensor] = self._layers
         if self.embedding.is_meta:
             return
         if initial:
             self._initialise(manifest.seed)
-        targets = torch.from_numpy(unit_rows(f"{manifest.seed}/targets", model.vocabulary, width))
-        self.register_buffer("targets", targets, persistent=False)  # Y: a constant, never sent
+        self._constants(manifest)
+
+    def _constants(self, manifest: Manifest) -> None:
+        """What is a function of the manifest: never trained, sent or saved."""
+        model, width = manifest.model, self.width
+        if self.literal:
+            start = normal(f"{manifest.seed}/noise", model.context * width).astype(np.float32)
+            start *= np.float32(manifest.sigma_interval(self.block)[1])
+            self.register_buffer("start", torch.from_numpy(start).view(model.context, width), persistent=False)
+            self.start_sigma = manifest.sigma_interval(self.block)[1]
+        else:
+            targets = torch.from_numpy(unit_rows(f"{manifest.seed}/targets", model.vocabulary, width))
+            self.register_buffer("fixed_targets", targets, persistent=False)
         half = width // model.heads // 2
         angle = torch.arange(model.context)[:, None] * _ROPE_BASE ** (-torch.arange(half) / half)
         self.register_buffer("rope_cos", angle.cos().repeat(1, 2), persistent=False)  # [context, K]
         self.register_buffer("rope_sin", torch.cat((-angle.sin(), angle.sin()), dim=1), persistent=False)
         self.register_buffer("frequencies", torch.logspace(0, math.log10(30.0), _FREQUENCIES), persistent=False)
 
-    targets: Tensor
+    fixed_targets: Tensor
+    start: Tensor  # pure noise [context, D] at the σ where a block of `diffusionblocks` begins
     rope_cos: Tensor
     rope_sin: Tensor
     frequencies: Tensor
+
+    @property
+    def targets(self) -> Tensor:
+        """Y, the unit-norm target of each token, [V, D]."""
+        return F.normalize(self.embedding, dim=1) if self.literal else self.fixed_targets
 
     def forward(self, tokens_RN: Tensor, noisy: Noisy | None = None, cache: Cache | None = None, want: int | None = None) -> Tensor:
         """Logits of the next token at the last `want` positions (all by default): [R, want, V], float32.
 
         Args:
             tokens_RN: int64, N ≥ 1; they continue at position `cache.length`, or begin at 0 without a cache. N + that ≤ context.
-            noisy: the positions that carry z; their logits get the exact Bayes evidence of z.
+            noisy: the positions that carry z; their logits get the exact Bayes evidence of z. Under `diffusionblocks` every position
+                reads z, and where none is given it is pure noise, the same at each call.
             cache: is extended by this pass. The caller truncates what must not stay, noisy positions above all.
         """
         positions = tokens_RN.shape[1]
@@ -181,6 +205,8 @@ class Block(nn.Module):
         end = begin + positions
         if end > (cache.capacity if cache is not None else self.context):
             raise ValueError(f"{end} positions do not fit a context of {self.context}")
+        if self.literal:
+            noisy = self._everywhere(noisy, tokens_RN.shape[0], begin, end)
         h_RND = self.embed(tokens_RN, noisy)
         cos, sin = self.rope_cos[begin:end], self.rope_sin[begin:end]
         if cache is None:
@@ -205,7 +231,8 @@ class Block(nn.Module):
         angle = (sigma_M1.log() / 4) * self.frequencies
         time = F.silu(F.linear(torch.cat((angle.cos(), angle.sin()), dim=1), self.time_in, self.time_in_bias))
         added = F.linear(time, self.time_out, self.time_out_bias)
-        added = added + F.linear(noisy.z_MD * (sigma_M1.square() + 1 / self.width).rsqrt(), self.noise_in)
+        data_variance = SIGMA_DATA**2 if self.literal else 1 / self.width
+        added = added + F.linear(noisy.z_MD * (sigma_M1.square() + data_variance).rsqrt(), self.noise_in)
         unknown = (noisy.offset_M > 0)[:, None]
         added = added + unknown * F.embedding((noisy.offset_M - 1).clamp(min=0), self.offset)
         h = F.embedding(flat, self.embedding).index_add(0, noisy.at_M, added)
@@ -225,6 +252,9 @@ class Block(nn.Module):
         skipped = positions - want
         with torch.autocast(h_RND.device.type, enabled=False):
             logits = F.linear(_norm(h_RND[:, skipped:].float(), self.norm_out), self.head)
+            if self.literal:
+                assert noisy is not None
+                return self._denoised(logits, noisy, rows, positions)
             if noisy is None:
                 return logits
             evidence_MV = F.linear(noisy.z_MD, self.targets) / noisy.sigma_M.square()[:, None]
@@ -234,6 +264,29 @@ class Block(nn.Module):
             row, place, evidence_MV = row[kept], place[kept], evidence_MV[kept]
         flat = logits.reshape(rows * want, self.vocabulary)
         return flat.index_add(0, row * want + place - skipped, evidence_MV).view(rows, want, self.vocabulary)
+
+    def _everywhere(self, noisy: Noisy | None, rows: int, begin: int, end: int) -> Noisy:
+        """z at every position: as given, and pure noise at this block's largest σ elsewhere."""
+        count = rows * (end - begin)
+        if noisy is not None and len(noisy.at_M) == count:
+            return noisy
+        z = self.start[begin:end].repeat(rows, 1)
+        sigma = torch.full((count,), self.start_sigma, device=z.device)
+        offset = torch.zeros(count, dtype=torch.int64, device=z.device)
+        if noisy is not None:
+            z = z.index_copy(0, noisy.at_M, noisy.z_MD)
+            sigma = sigma.index_copy(0, noisy.at_M, noisy.sigma_M)
+            offset = offset.index_copy(0, noisy.at_M, noisy.offset_M)
+        return Noisy(torch.arange(count, device=z.device), z, sigma, offset)
+
+    def _denoised(self, feature_RWD: Tensor, noisy: Noisy, rows: int, positions: int) -> Tensor:
+        """Logits (c_out F + c_skip z) Ȳᵀ, [R, W, V] (recipe §2, EDM table 1). `noisy` is at every position, in order."""
+        want, width = feature_RWD.shape[1:]
+        z = noisy.z_MD.view(rows, positions, width)[:, positions - want :]
+        sigma = noisy.sigma_M.view(rows, positions, 1)[:, positions - want :]
+        total = sigma.square() + SIGMA_DATA**2
+        estimate = feature_RWD * (sigma * SIGMA_DATA * total.rsqrt()) + z * (SIGMA_DATA**2 / total)
+        return F.linear(estimate, self.targets)
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
@@ -249,7 +302,8 @@ class Block(nn.Module):
                 scale = 1.0 if last == "embedding" else 1 / math.sqrt(parameter.shape[1])
                 if last in ("out", "down"):
                     scale *= residual
-                values = normal(f"{seed}/{self.block}/{name}", parameter.numel())
+                owner = "shared" if self.literal and last == "embedding" else self.block
+                values = normal(f"{seed}/{owner}/{name}", parameter.numel())
                 parameter.copy_(torch.from_numpy((values * scale).astype(np.float32)).view_as(parameter))
 
 

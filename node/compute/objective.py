@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blocktrain.node.compute.model import Block, Cache, Noisy
 from blocktrain.protocol.errors import UsageError
-from blocktrain.protocol.manifest import Manifest
+from blocktrain.protocol.manifest import OBJECTIVES, Manifest
 
 Sweep = Literal["additive", "sequential"]
 
@@ -49,10 +49,13 @@ def objective_of(manifest: Manifest, block: int) -> Objective:
     Raises: UsageError: an objective that this version does not have.
     """
     from blocktrain.node.compute.autoregressive import Autoregressive
+    from blocktrain.node.compute.diffusionblocks import DiffusionBlocks
     from blocktrain.node.compute.evidence import Evidence
 
     if manifest.objective == "evidence":
         return Evidence(manifest, block)
     if manifest.objective == "autoregressive":
         return Autoregressive()
-    raise UsageError(f"this version cannot train the objective {manifest.objective!r}; use 'evidence' or 'autoregressive'")
+    if manifest.objective == "diffusionblocks":
+        return DiffusionBlocks(manifest, block)
+    raise UsageError(f"this version cannot train the objective {manifest.objective!r}; use {', '.join(OBJECTIVES)}")
