@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 MODES: Final = ("speculative", "one-sweep", "autoregressive")
+ROUTES: Final = ("auto", "chain", "star")
 
 
 def setting(default: T, help: str) -> T:
@@ -79,6 +80,7 @@ class Training:
     block: Annotated[int | None, Parameter(converter=_block, metavar="N|auto")] = setting(
         None, "The block to hold, or auto: the one that needs us most."
     )
+    may_move: bool = setting(False, "Take another block if nobody holds it any more and ours has holders enough; the store of ours stays.")
     data: Many = setting(("builtin",), "Files, folders, globs, builtin (text that Python carries), or hf:NAME[:CONFIG[:SPLIT[:COLUMN]]].")
     tokenizer: Path | None = setting(None, "Tokenizer file (Hugging Face JSON), where the run's tokens are not bytes.")
     device: str = setting("auto", "cpu, cuda, cuda:N, or auto: cuda where there is one.")
@@ -142,16 +144,18 @@ class ClientConfig:
         (), "Addresses of nodes of the swarm, with /p2p/ and their id; without them, those of this machine's nodes."
     )
     run: str = setting("", "Name of the run, or the start of its id, where the initial peers know several.")
-    timeout_s: Seconds = setting(30.0, "How long to look for the swarm and for an answer.")
+    timeout_s: Seconds = setting(30.0, "How long to look for the swarm.")
+    route: Annotated[str, Parameter(validator=_one_of(ROUTES))] = setting(
+        "auto", "chain (from holder to holder), star (all are asked by us), or auto: what the measured round trips favour."
+    )
     daemon_start_timeout_s: Seconds = setting(60.0, "How long the libp2p daemon may take to start; slow disks need more.")
 
 
 @Parameter(name="*", group=Group("Text", sort_key=6))
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
-    """One request for text."""
+class TextConfig:
+    """What text is wanted, and from which model."""
 
-    prompt: str | None = setting(None, "What the text begins with; without it, standard input where that is a pipe.")
     max_tokens: Annotated[int, Parameter(name=("--max-tokens", "--bytes"), validator=Number(gte=1, lte=1_000_000))] = setting(
         200, "How many tokens to generate; in a run with the tokenizer `bytes`, one is a byte."
     )
@@ -161,7 +165,13 @@ class GenerateConfig:
         "or one-sweep (all at once from noise: fastest and roughest).",
     )
     draft: Annotated[int, Parameter(validator=Number(gte=1, lte=256))] = setting(
-        8, "How many tokens are drafted ahead in speculative mode: 4 on a local network, 16 above 60 ms."
+        8, "How many tokens are drafted ahead at first, in speculative mode; it then follows acceptance and network."
+    )
+    window: Annotated[int, Parameter(validator=Number(gte=1, lte=64))] = setting(
+        64, "How many tokens one traversal gives, in one-sweep mode."
+    )
+    substeps: Annotated[int, Parameter(validator=Number(gte=1, lte=16))] = setting(
+        1, "Steps of the noise inside each block, in one-sweep mode."
     )
     temperature: Annotated[float, Parameter(validator=Number(gte=0, lte=100))] = setting(
         0.8, "Below 1 safer, above 1 wilder, 0 always the likeliest token."
@@ -173,7 +183,54 @@ class GenerateConfig:
     seed: Annotated[int | None, Parameter(validator=Number(gte=0, lt=2**63))] = setting(
         None, "The same seed gives the same text from the same state of the blocks; without it, one is drawn."
     )
+    stop: Many = setting((), "The text ends before the first of these.")
+    allow_missing: bool = setting(False, "Go on without a block that nobody holds; the answer says so.")
+    model: Path | None = setting(None, "Answer from this file, made by `blocktrain export`, without the swarm.")
+    tokenizer: Path | None = setting(None, "The run's tokenizer file, where its tokens are not bytes.")
+
+
+@Parameter(name="*", group=Group("Text", sort_key=6))
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(TextConfig):
+    """One request for text."""
+
+    prompt: str | None = setting(None, "What the text begins with, may be empty; without it, standard input where that is a pipe.")
     json: bool = setting(False, "Print one JSON object (text, blocks, rounds, time) instead of the text as it comes.")
+
+
+@Parameter(name="*", group=Group("Text", sort_key=6))
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(TextConfig):
+    """A loop of prompts."""
+
+    about: bool = setting(False, "After each answer, say which peers and states it came from.")
+
+
+@Parameter(name="*", group=Group("File", sort_key=7))
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """A run's model, taken home."""
+
+    out: Path | None = setting(None, "The file to write; without it, NAME.safetensors in this folder.")
+    force: bool = setting(False, "Overwrite a file that is there.")
+    json: bool = setting(False, "Print one JSON object.")
+
+
+@Parameter(name="*", group=Group("Gateway", sort_key=7))
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig:
+    """An OpenAI-compatible endpoint on this machine."""
+
+    host: str = setting("127.0.0.1", "Address to listen on. There are no keys: whoever reaches it can use it.")
+    port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = setting(
+        8000, "Port to listen on; 0 takes a free one, and says it."
+    )
+    model: Path | None = setting(None, "Answer from this file, made by `blocktrain export`, without the swarm.")
+    tokenizer: Path | None = setting(None, "The run's tokenizer file, where its tokens are not bytes.")
+    max_tokens: Annotated[int, Parameter(validator=Number(gte=1, lte=1_000_000))] = setting(4096, "The most that one request may ask for.")
+    per_client: Count = setting(4, "Requests of one client address at once; more are told to wait.")
+    at_once: Count = setting(8, "Requests of all clients at once.")
+    json: bool = setting(False, "Print one JSON object with the address when it listens.")
 
 
 @Parameter(name="*", group=Group("Evaluation", sort_key=7))
@@ -183,6 +240,8 @@ class EvalConfig:
 
     data: Many = setting(("builtin",), "Text to measure on: as for a node; only its held-out tail is used.")
     windows: Count = setting(64, "How many windows of the model's context to score.")
+    model: Path | None = setting(None, "Measure this file, made by `blocktrain export`, instead of the swarm.")
+    tokenizer: Path | None = setting(None, "The run's tokenizer file, where its tokens are not bytes.")
     json: bool = setting(False, "Print one JSON object.")
 
 

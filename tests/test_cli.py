@@ -177,6 +177,11 @@ def test_a_prompt_may_be_piped_in(work: Calls, monkeypatch: pytest.MonkeyPatch) 
     assert work[0][2] == b"\xff raw bytes too"
 
 
+def test_an_empty_prompt_is_a_prompt(work: Calls) -> None:
+    assert app.main(["generate", "--prompt", ""]) == 0
+    assert work[0][2] == b""
+
+
 def test_eval_passes_its_settings_on(work: Calls) -> None:
     assert app.main(["eval", "--initial-peers", PEER, "--windows", "5"]) == 0
     assert work[0][:2] == (ClientConfig(initial_peers=(PEER,)), EvalConfig(windows=5))
@@ -346,7 +351,6 @@ def test_an_unknown_name_in_the_environment_is_mentioned_but_harmless(
         (["node", "--initial-peers", PEER, "--identity", "empty"], "is a folder; give the file"),
         (["node", "--new-run", "missing.toml"], "missing.toml: there is no such file"),
         (["node", "--new-run", "empty.txt", "--run", "demo"], "the name stands in the file"),
-        (["generate", "--prompt", ""], "the prompt is empty"),
         (["generate", "--prompt", "a", "--mode", "fast"], "is not one of speculative"),
         (["generate", "--prompt", "a", "--max-tokens", "0"], "--max-tokens"),
         (["generate", "--prompt", "a", "--temperature", "-1"], "--temperature"),

@@ -10,7 +10,9 @@ from cyclopts import App
 from blocktrain.node.commands import frame
 from blocktrain.node.commands.doctor_cmd import doctor_
 from blocktrain.node.commands.eval_cmd import eval_
-from blocktrain.node.commands.generate_cmd import generate_
+from blocktrain.node.commands.export_cmd import export_
+from blocktrain.node.commands.gateway_cmd import gateway_
+from blocktrain.node.commands.generate_cmd import chat_, generate_
 from blocktrain.node.commands.node_cmd import node_
 from blocktrain.node.commands.settings import Settings
 from blocktrain.node.commands.status_cmd import status_
@@ -20,8 +22,11 @@ NODE_HELP: Final = "Hold one block of a run: train it, average it with its other
 _COMMANDS: Final[dict[str, Callable[..., int]]] = {
     "node": node_,
     "generate": generate_,
+    "chat": chat_,
     "status": status_,
     "eval": eval_,
+    "export": export_,
+    "gateway": gateway_,
     "doctor": doctor_,
 }
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from blocktrain.node.commands import checks
 from blocktrain.node.commands.settings import ConfigFile
-from blocktrain.node.config import ClientConfig, GenerateConfig
+from blocktrain.node.config import ChatConfig, ClientConfig, GenerateConfig
 from blocktrain.protocol.errors import UsageError
 
 MAX_PROMPT_BYTES: Final = 1 << 20  # far more than any context; whoever pipes in a disk by mistake is told
@@ -27,10 +27,19 @@ def generate_(client: ClientConfig | None = None, request: GenerateConfig | None
     return runtime.run(lambda real: swarm.generate(client, request, prompt, real))
 
 
-def read_prompt(given: str | None) -> bytes:
-    """The prompt's bytes: the one given, or else what is piped in.
+def chat_(client: ClientConfig | None = None, request: ChatConfig | None = None, *, config: ConfigFile = None) -> int:
+    """A loop of prompts: each line is one, and the text goes on. These models continue text; they follow no instructions."""
+    client, request = client or ClientConfig(), request or ChatConfig()
+    checks.check_client(client)
+    from blocktrain.node import asking, runtime
 
-    Raises: UsageError: neither, an empty one, or one that is too long.
+    return runtime.run(lambda real: asking.chat(client, request, real))
+
+
+def read_prompt(given: str | None) -> bytes:
+    """The prompt's bytes: the one given, or else what is piped in. An empty one is fine: a text from nothing.
+
+    Raises: UsageError: neither, or one that is too long.
     """
     if given is not None:
         prompt = given.encode("utf-8", "surrogateescape")
@@ -38,8 +47,6 @@ def read_prompt(given: str | None) -> bytes:
         prompt = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
     else:
         raise UsageError("no prompt: give --prompt TEXT, or pipe one in")
-    if not prompt:
-        raise UsageError("the prompt is empty: the model continues a text of at least one byte")
     if len(prompt) > MAX_PROMPT_BYTES:
         raise UsageError(f"the prompt is longer than {MAX_PROMPT_BYTES} bytes")
     return prompt

@@ -142,12 +142,13 @@ class TextSweep:
         manifest: Manifest,
         request: Request,
         *,
-        decode: Callable[[Sequence[int], bool], bytes] = lambda tokens, last: bytes(tokens),
+        decode: Callable[[Sequence[int], bool], bytes] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         chance: Callable[[int, int, int], float] = sweep.uniform,
     ) -> None:
         request.check(manifest)
-        self._traversals, self._request, self._decode, self._clock, self._chance = traversals, request, decode, clock, chance
+        self._traversals, self._request, self._clock, self._chance = traversals, request, clock, chance
+        self._decode = decode or (lambda tokens, last: bytes(tokens))
         self._shape = Shape.of(manifest)
         self._book = sweep.Continuation(self._shape, request.prompt)
         self._pace = sweep.Pace()
