@@ -24,7 +24,7 @@ class Measures:
     finite: bool
     own_norm: float  # of our snapshot
     distance: float  # |theirs - ours|
-    drift: float  # |our snapshot - our published state|
+    drift: float  # how far we have come since the last merge or download: |our snapshot - our published state|, and own rounds before it
     loss_before: float | None  # our snapshot on our held-out batch, nats per token
     loss_after: float | None  # the merge on the same batch
 

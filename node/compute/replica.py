@@ -108,6 +108,7 @@ class TorchReplica:
         self._heldout: float | None = None
         self._checks = options.heldout
         self._references: OrderedDict[Digest, Tensor] = OrderedDict()  # digest of a merge → it in bf16, the newest last
+        self._wandered = 0.0  # how far own rounds have led since the last merge or download: the sum of their distances
         self._generation = 0  # counts loads: what was computed before one must not be added after it
         self._steps_at_start = self._tokens_at_start = 0
         self._worker = ThreadPoolExecutor(1, "blocktrain-compute")
@@ -235,7 +236,7 @@ class TorchReplica:
         first, second = (mine.weight, terms.weight) if mine_first else (terms.weight, mine.weight)
         parts = shares(first, second, tokens_per_round(self.manifest))
         merge = combine(ours, theirs, state, parts, mine_first=mine_first)
-        norms = (merge.own_norm, merge.distance, merge.drift)
+        norms = (merge.own_norm, merge.distance, merge.drift + self._wandered)
         if not math.isfinite(merge.distance):
             return Trial(round, NO_DIGEST, Measures(False, *norms, None, None), None, verified_at)
         before, after = (self._measure_snapshot(mine), self._measure(merge.state)) if self._checks else (None, None)
@@ -263,6 +264,7 @@ class TorchReplica:
             trainer.counters.merged_tokens = mine.tokens
             trainer.counters.since_round = 0
             self._state = (published, token.state)
+            self._wandered = 0.0
             self._heldout = token.heldout
             return published
 
@@ -278,18 +280,18 @@ class TorchReplica:
             self._references.popitem(last=False)
 
     async def publish_own(self) -> Published:
-        def take(trainer: Trainer) -> tuple[Parcel, Published]:
+        def take(trainer: Trainer) -> tuple[Parcel, Published, Tensor]:
             trainer.counters.since_round = 0
-            return self._mover.take(trainer.flat.data), self._state[0]
+            return self._mover.take(trainer.flat.data), *self._state
 
-        parcel, before = await self._between_steps(take)
+        parcel, before, last = await self._between_steps(take)
 
-        def measure() -> tuple[Tensor, Digest, float | None]:
+        def measure() -> tuple[Tensor, Digest, float | None, float]:
             state = self._mover.to_host(parcel)
             _check_finite(state)
-            return state, flat.digest(flat.to_bytes(state)), self._measure(state)
+            return state, flat.digest(flat.to_bytes(state)), self._measure(state), flat.distance(state, last)
 
-        state, digest, heldout = await self._work(measure)
+        state, digest, heldout, moved = await self._work(measure)
 
         def publish(trainer: Trainer) -> Published:
             if self._state[0] != before:  # a merge or a download came first, and is newer than what we took
@@ -297,6 +299,7 @@ class TorchReplica:
             published = Published(before.round + 1, digest)
             trainer.round = published.round
             self._state = (published, state)
+            self._wandered += moved
             self._heldout = heldout
             return published
 
@@ -323,6 +326,7 @@ class TorchReplica:
             trainer.round = round
             self._generation += 1
             self._state = (published, state)
+            self._wandered = 0.0
             self._heldout = heldout
             return published
 
