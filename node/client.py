@@ -74,8 +74,8 @@ class SwarmClient:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def connect(cls, config: ClientConfig, runtime: Runtime) -> AsyncIterator[SwarmClient]:
-        """Find the run that is meant and who holds its blocks.
+    async def connect(cls, config: ClientConfig, runtime: Runtime, route: str = "auto") -> AsyncIterator[SwarmClient]:
+        """Find the run that is meant and who holds its blocks. `route`: as in `traversal.SwarmChain`.
 
         Raises: Unreachable, NoPeers, UsageError, RefusedBySwarm: in one line.
         """
@@ -87,7 +87,7 @@ class SwarmClient:
             ) as net:
                 manifest = await find_run(net.directory, net.transport, config.run, timeout_s=config.timeout_s)
                 net.transport.greeting = Greeting(manifest, AGENT)
-                client = cls(net, manifest, runtime, config.route)
+                client = cls(net, manifest, runtime, route)
                 await client.look()
                 looking = asyncio.create_task(client._keep_looking(), name="look")
                 try:
@@ -167,7 +167,7 @@ class SwarmClient:
 
 
 @contextlib.asynccontextmanager
-async def open_model(config: ClientConfig, file: Path | None, runtime: Runtime) -> AsyncIterator[Model]:
+async def open_model(config: ClientConfig, file: Path | None, runtime: Runtime, route: str = "auto") -> AsyncIterator[Model]:
     """The swarm's model, or the one in a file.
 
     Raises: UsageError, Unreachable, NoPeers, RefusedBySwarm: in one line.
@@ -179,7 +179,7 @@ async def open_model(config: ClientConfig, file: Path | None, runtime: Runtime) 
             raise UsageError("--model answers without the swarm: leave out --initial-peers")
         yield await asyncio.to_thread(OfflineModel.load, file)
         return
-    async with SwarmClient.connect(config, runtime) as swarm:
+    async with SwarmClient.connect(config, runtime, route) as swarm:
         yield swarm
 
 

@@ -145,9 +145,6 @@ class ClientConfig:
     )
     run: str = setting("", "Name of the run, or the start of its id, where the initial peers know several.")
     timeout_s: Seconds = setting(30.0, "How long to look for the swarm.")
-    route: Annotated[str, Parameter(validator=_one_of(ROUTES))] = setting(
-        "auto", "chain (from holder to holder), star (all are asked by us), or auto: what the measured round trips favour."
-    )
     daemon_start_timeout_s: Seconds = setting(60.0, "How long the libp2p daemon may take to start; slow disks need more.")
 
 
@@ -184,6 +181,9 @@ class TextConfig:
         None, "The same seed gives the same text from the same state of the blocks; without it, one is drawn."
     )
     stop: Many = setting((), "The text ends before the first of these.")
+    route: Annotated[str, Parameter(validator=_one_of(ROUTES))] = setting(
+        "auto", "chain (from holder to holder), star (all are asked by us), or auto: what the measured round trips favour."
+    )
     allow_missing: bool = setting(False, "Go on without a block that nobody holds; the answer says so.")
     model: Path | None = setting(None, "Answer from this file, made by `blocktrain export`, without the swarm.")
     tokenizer: Path | None = setting(None, "The run's tokenizer file, where its tokens are not bytes.")
@@ -227,6 +227,9 @@ class GatewayConfig:
     )
     model: Path | None = setting(None, "Answer from this file, made by `blocktrain export`, without the swarm.")
     tokenizer: Path | None = setting(None, "The run's tokenizer file, where its tokens are not bytes.")
+    route: Annotated[str, Parameter(validator=_one_of(ROUTES))] = setting(
+        "auto", "chain (from holder to holder), star (all are asked by us), or auto: what the measured round trips favour."
+    )
     max_tokens: Annotated[int, Parameter(validator=Number(gte=1, lte=1_000_000))] = setting(4096, "The most that one request may ask for.")
     per_client: Count = setting(4, "Requests of one client address at once; more are told to wait.")
     at_once: Count = setting(8, "Requests of all clients at once.")
@@ -239,6 +242,9 @@ class EvalConfig:
     """The chain's loss on held-out text."""
 
     data: Many = setting(("builtin",), "Text to measure on: as for a node; only its held-out tail is used.")
+    route: Annotated[str, Parameter(validator=_one_of(ROUTES))] = setting(
+        "auto", "chain (from holder to holder), star (all are asked by us), or auto: what the measured round trips favour."
+    )
     windows: Count = setting(64, "How many windows of the model's context to score.")
     model: Path | None = setting(None, "Measure this file, made by `blocktrain export`, instead of the swarm.")
     tokenizer: Path | None = setting(None, "The run's tokenizer file, where its tokens are not bytes.")

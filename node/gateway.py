@@ -231,7 +231,7 @@ async def run(config: ClientConfig, wish: GatewayConfig, runtime: Runtime) -> in
     Raises: UsageError: the address cannot be listened on; and whatever finding the swarm raises.
     """
     logs.setup("warning")
-    async with open_model(config, wish.model, runtime) as model:
+    async with open_model(config, wish.model, runtime, wish.route) as model:
         tokenizer = load_tokenizer(model.manifest.tokenizer, model.manifest.model.vocabulary, wish.tokenizer)
         async with listening(model, tokenizer, wish, runtime) as url:
             if wish.json:

@@ -438,7 +438,7 @@ print(json.dumps([code, [name for name in {HEAVY} if name in sys.modules]]))
 def test_every_command_explains_itself_without_boxes(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["--help"]) == 0
     listing = capsys.readouterr().out
-    for command in ("node", "generate", "status", "eval", "doctor"):
+    for command in ("node", "generate", "chat", "status", "eval", "export", "gateway", "doctor"):
         assert f"  {command} " in listing
         assert app.main([command, "--help"]) == 0
         text = capsys.readouterr().out
