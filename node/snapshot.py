@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import statistics
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from blocktrain import __version__
+from blocktrain.node import logs
 from blocktrain.node.network import Net
 from blocktrain.node.service import Node
 from blocktrain.node.status import PeerStatus, Status
 from blocktrain.node.store import Store
 from blocktrain.node.transport import Met
+from blocktrain.protocol import limits
+
+log = logging.getLogger("blocktrain.node")
 
 MAX_CLOCKS = 32
 
@@ -28,6 +33,11 @@ class Clocks:
         self._skews.move_to_end(met.peer)
         while len(self._skews) > MAX_CLOCKS:
             self._skews.popitem(last=False)
+        skew_s = self.skew_s()
+        if skew_s is not None and abs(skew_s) > limits.MAX_CLOCK_SKEW_S:
+            words = f"this machine's clock is {abs(skew_s):.0f} s {'behind' if skew_s > 0 else 'ahead of'} its peers'"
+            remedy = "our announcements end too early or too late for them: set the clock, for example with timedatectl set-ntp true"
+            logs.say_once_a_minute(log, logging.WARNING, "clock", f"{words} ({len(self._skews)} asked); {remedy}")
 
     def skew_s(self) -> float | None:
         """The peers' median clock minus ours, in seconds."""

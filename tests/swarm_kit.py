@@ -27,9 +27,11 @@ from blocktrain.node.compute.replica import Options, TorchReplica
 from blocktrain.node.compute.serving import TorchServer
 from blocktrain.node.config import Files, Gossip, Network, NodeConfig, Training
 from blocktrain.node.network import Net
+from blocktrain.node.ports import Published
 from blocktrain.node.recipe_file import parse_recipe, ready_text
 from blocktrain.node.service import Node, Parts
 from blocktrain.protocol.handshake import Greeting
+from blocktrain.protocol.ids import PeerId
 from blocktrain.protocol.manifest import Manifest
 
 WAIT_S = 60.0  # patience with what must happen; a loaded machine is no bug
@@ -116,6 +118,19 @@ class Live:
     server: TorchServer
     stopping: asyncio.Event
     task: asyncio.Task[None]
+    history: list[Published]  # every state that it published, in order
+
+    @property
+    def peer(self) -> PeerId:
+        return self.net.directory.peer
+
+    @property
+    def phase(self) -> str:
+        return self.node.core.phase
+
+    def knows(self, other: Live) -> bool:
+        """Whether the other is alive in our view."""
+        return any(member.peer == other.peer for member in self.node.core.everybody(time.time()))
 
     @property
     def address(self) -> str:
@@ -130,7 +145,7 @@ class Live:
         return self.node.core.counters.accepted
 
     def said(self) -> object:
-        return self.node.core.waiting(time.time()), self.node.core.counters, self.node.core.last_refusal
+        return self.round, self.node.core.waiting(time.time()), self.node.core.counters, self.node.core.last_refusal
 
     async def stop(self) -> None:
         """As a SIGINT would."""
@@ -165,6 +180,7 @@ class Nodes:
         net = await self._make_net(*peers, greeting=Greeting(run, "test", gossip.topology))
         mine = replica(run, block, len(self._all), pace_s)
         server = TorchServer(run, block, device="cpu")
+        history = _recorded(server)
         config = NodeConfig(network=network, gossip=gossip, training=training or Training(block=block), files=Files())
         node = Node(
             config, run, block, Parts(net.transport, net.directory, mine, server),
@@ -172,7 +188,7 @@ class Nodes:
         )  # fmt: skip
         stopping = asyncio.Event()
         task = asyncio.create_task(node.run(stopping, fresh=fresh), name=f"node {len(self._all)}")
-        live = Live(node, net, mine, server, stopping, task)
+        live = Live(node, net, mine, server, stopping, task, history)
         self._all.append(live)
         return live
 
@@ -181,6 +197,19 @@ class Nodes:
             if not live.task.done():
                 await live.stop()
             assert not live.node.fatal.done(), live.node.fatal.result()
+
+
+def _recorded(server: TorchServer) -> list[Published]:
+    """A list to which every state is added that the server is given."""
+    history: list[Published] = []
+    refresh = server.refresh
+
+    def record(published: Published, state: memoryview) -> None:
+        history.append(published)
+        refresh(published, state)
+
+    server.refresh = record  # type: ignore[method-assign]
+    return history
 
 
 # ---- nodes in processes of their own --------------------------------------------------------------------------------------------------
