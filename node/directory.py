@@ -80,16 +80,15 @@ class DhtDirectory:
         return await self._put(records.runs_key(), records.pack_record(record), expires_at, timeout_s)
 
     async def _put(self, key: Key, payload: bytes, expires_at: float, timeout_s: float) -> bool:
-        expires_at = max(expires_at, self._last_expiry.get(key, 0.0) + EXPIRY_STEP_S)
+        first = key not in self._last_expiry
+        expires_at = self._last_expiry[key] = max(expires_at, self._last_expiry.get(key, 0.0) + EXPIRY_STEP_S)  # two at once never tie
         stored = await self._dht.store(key, payload, expires_at=expires_at, timeout_s=timeout_s)
-        if not stored and key not in self._last_expiry:
+        if not stored and first:
             # Refused at the first try: an earlier life of ours may have left a record that lives longer (another --ttl-s).
             left = [record.expires_at for record in await self._find(key, timeout_s) if record.peer == self.peer]
             if left and max(left) >= expires_at:
-                expires_at = max(left) + EXPIRY_STEP_S
+                expires_at = self._last_expiry[key] = max(*left, self._last_expiry[key]) + EXPIRY_STEP_S
                 stored = await self._dht.store(key, payload, expires_at=expires_at, timeout_s=timeout_s)
-        if stored:
-            self._last_expiry[key] = expires_at
         return stored
 
     async def read_block(self, run: RunId, block: int, bucket: int, *, timeout_s: float) -> list[Seen]:

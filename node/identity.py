@@ -43,6 +43,10 @@ class Identity:
         """64 bytes of Ed25519 signature over `data`."""
         return self._key.sign(data)
 
+    def file_bytes(self) -> bytes:
+        """What its file holds."""
+        return _bytes(self._key)
+
     @staticmethod
     def verify(peer_bytes: bytes, signature: bytes, data: bytes) -> bool:
         """Whether `signature` over `data` was made by the key inside a binary peer id. Bad bytes of any kind are a plain no."""
@@ -67,8 +71,8 @@ class Identity:
         self.release()
 
 
-def load_or_create(path: Path) -> Identity:
-    """The identity in `path`, made if there is none, locked for this process.
+def load_or_create(path: Path, like: Identity | None = None) -> Identity:
+    """The identity in `path`, made if there is none, locked for this process. `like`: one to keep there, where there is none yet.
 
     Raises: UsageError: another process holds it, it is not an Ed25519 identity, or it cannot be read or written.
         DoesNotFit: this system has no such locks.
@@ -80,7 +84,7 @@ def load_or_create(path: Path) -> Identity:
         raise UsageError(f"identity {path}: {error.strerror or error}; give another place with --identity") from None
     try:
         if not path.exists():
-            _write(path, _fresh())
+            _write(path, _fresh() if like is None else like.file_bytes())
         return Identity(path, _read(path), lock)
     except OSError as error:
         os.close(lock)
@@ -100,7 +104,10 @@ def temporary() -> Identity:
 
 
 def _fresh() -> bytes:
-    key = Ed25519PrivateKey.generate()
+    return _bytes(Ed25519PrivateKey.generate())
+
+
+def _bytes(key: Ed25519PrivateKey) -> bytes:
     return _PREFIX + key.private_bytes_raw() + key.public_key().public_bytes_raw()
 
 

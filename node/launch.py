@@ -14,32 +14,38 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from blocktrain import __version__
 from blocktrain.node import identity as identities
 from blocktrain.node import logs
 from blocktrain.node.config import NodeConfig
+from blocktrain.node.identity import Identity
 from blocktrain.node.join import find_run
 from blocktrain.node.network import Net, open_network
+from blocktrain.node.placing import choose_block, look
 from blocktrain.node.runtime import Runtime
 from blocktrain.node.service import Node, Parts
 from blocktrain.node.snapshot import Clocks, Static, build
+from blocktrain.node.status import Status
 from blocktrain.node.store import Store, peek
 from blocktrain.node.talk import Talk
 from blocktrain.protocol.errors import Unreachable, UsageError
 from blocktrain.protocol.handshake import Greeting
 from blocktrain.protocol.ids import short
 from blocktrain.protocol.manifest import Manifest
-from blocktrain.protocol.membership import Members
+from blocktrain.protocol.placement import Mover
 
 if TYPE_CHECKING:
     from blocktrain.node.compute.assemble import Prepared
 
 log = logging.getLogger("blocktrain.node")
 
+MOVE_REST_TTLS = 20.0  # lives of a record after a start or a move before the next one; ten minutes as things are by default
 FIND_TIMEOUT_S = 20.0  # for the swarm to tell which runs it knows
 T = TypeVar("T")
+__all__ = ["AGENT", "Plan", "look", "run_node"]
 AGENT = f"blocktrain/{__version__}"
 
 
@@ -50,6 +56,7 @@ class Plan:
     manifest: Manifest
     block: int
     known_peers: tuple[str, ...] = ()  # to be dialled where the config names none
+    claimed_by: Identity | None = None  # under whom the block was claimed; the node keeps that identity if its store has none
 
 
 async def run_node(config: NodeConfig, runtime: Runtime) -> int:
@@ -78,16 +85,23 @@ async def run_node(config: NodeConfig, runtime: Runtime) -> int:
 
 
 async def _node(config: NodeConfig, runtime: Runtime, talk: Talk) -> int:
-    plan = await _plan(config, runtime)
-    talk.know(plan.manifest, plan.block)
-    async with _open(config, plan, runtime) as (node, static):
-        talk.show(lambda: build(node, static, runtime.clock()))
-        return await _live(node, static, runtime, talk)
+    plan: Plan | None = await _plan(config, runtime)
+    while plan is not None:
+        talk.know(plan.manifest, plan.block)
+        async with _open(config, plan, runtime) as (node, static):
+            talk.show(partial(_status, node, static, runtime))
+            plan = await _live(node, static, runtime, talk)
+        talk.alive = False
+    return 0
+
+
+def _status(node: Node, static: Static, runtime: Runtime) -> Status:
+    return build(node, static, runtime.clock())
 
 
 async def _plan(config: NodeConfig, runtime: Runtime) -> Plan:
     """Which run, which block."""
-    block = config.training.block
+    block, claimed_by = config.training.block, None
     if config.new_run is not None:
         from blocktrain.node.recipe_file import load_recipe
 
@@ -100,11 +114,13 @@ async def _plan(config: NodeConfig, runtime: Runtime) -> Plan:
             greeting = Greeting(None, AGENT)
             async with open_network(config.network, nobody, greeting, runtime.clock, client_mode=True, children=runtime.children) as net:
                 manifest = await find_run(net.directory, net.transport, config.run, timeout_s=FIND_TIMEOUT_S)
+                if block is None and config.files.store is not None and (owner := peek(config.files.store.expanduser())) is not None:
+                    block = owner[1]  # a store is for one block
                 if block is None:
-                    block = await _most_needed(net, manifest, runtime)
+                    block, claimed_by = await choose_block(net, manifest, clock=runtime.clock, rng=runtime.rng), nobody
     if not 0 <= block < manifest.blocks:
         raise UsageError(f"--block {block}: run {manifest.name} has blocks 0 … {manifest.blocks - 1}")
-    return Plan(manifest, block)
+    return Plan(manifest, block, claimed_by=claimed_by)
 
 
 def _from_store(config: NodeConfig) -> Plan:
@@ -125,30 +141,6 @@ def _from_store(config: NodeConfig) -> Plan:
     return Plan(manifest, block, tuple(peers))
 
 
-async def _most_needed(net: Net, manifest: Manifest, runtime: Runtime) -> int:
-    members = Members(manifest.run, manifest.blocks, net.directory.peer)
-    await look(net, manifest, members, runtime.clock)
-    return members.most_needed(runtime.clock(), runtime.rng)
-
-
-async def look(net: Net, manifest: Manifest, members: Members, clock: Callable[[], float]) -> None:
-    """Read every block's records into `members`, all blocks at once, following the buckets down as they are seen to be crowded."""
-    from random import Random
-
-    async def one(block: int) -> None:
-        read: set[int] = set()
-        while True:
-            todo = [b for b in members.to_read(block, clock(), net.directory.peer, Random(block)) if b not in read]
-            if not todo:
-                return
-            for bucket in todo:
-                read.add(bucket)
-                for seen in await net.directory.read_block(manifest.run, block, bucket, timeout_s=8.0):
-                    members.observe(seen, clock())
-
-    await asyncio.gather(*(one(block) for block in range(manifest.blocks)))
-
-
 @contextlib.asynccontextmanager
 async def _open(config: NodeConfig, plan: Plan, runtime: Runtime) -> AsyncIterator[tuple[Node, Static]]:
     """The node and all that it stands on, closed in reverse."""
@@ -160,7 +152,7 @@ async def _open(config: NodeConfig, plan: Plan, runtime: Runtime) -> AsyncIterat
         logs.keep_debug_file(store.folder)
         stack.callback(logs.forget_debug_file)
         store.save_manifest(manifest.to_bytes())
-        who = stack.enter_context(identities.load_or_create(config.files.identity or store.folder / "identity.key"))
+        who = stack.enter_context(identities.load_or_create(config.files.identity or store.folder / "identity.key", plan.claimed_by))
         # The network and the block do not need each other: torch is imported and weights are read while the daemon starts.
         preparing = _in_thread(lambda: _prepare(config, plan, store, who.peer_id))
         clocks = Clocks()
@@ -233,11 +225,12 @@ def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     return future
 
 
-async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> int:
-    """The service until its end, with checkpoints and watchers beside it."""
+async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> Plan | None:
+    """The service until its end, with checkpoints and watchers beside it. Returns what to do next, where it shall go on elsewhere."""
     talk.alive = True
     stop = asyncio.Event()
     end: list[BaseException] = []
+    moves: list[Plan] = []
 
     async def wait(what: Coroutine[Any, Any, object], why: str) -> None:
         await what
@@ -255,6 +248,12 @@ async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> int
         asyncio.create_task(fail(_daemon_died(static.net))),
         asyncio.create_task(_checkpoints(node, static)),
     ]
+    if node.config.training.may_move:
+
+        async def move() -> None:
+            moves.append(await _needed_elsewhere(node))
+
+        helpers.append(asyncio.create_task(wait(move(), "leaving this block for one that needs us more")))
     log.info("block %d of run %s; this node is %s", node.block, node.manifest.name, node.me)
     _invite(node, static)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, node.resume)
@@ -272,7 +271,21 @@ async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> int
         talk.write()
     if end:
         raise end[0]
-    return 0
+    return moves[0] if moves and not runtime.stop.is_set() and not node.rounds_done.is_set() else None
+
+
+async def _needed_elsewhere(node: Node) -> Plan:
+    """Wait until another block needs us and ours does not; the plan to hold it, with whom to ask for the swarm there."""
+    network = node.config.network
+    mover = Mover(node.me, node.block, node.manifest.blocks, ttl_s=network.ttl_s, refresh_s=network.refresh_s)
+    await asyncio.sleep(MOVE_REST_TTLS * network.ttl_s)
+    while True:
+        await asyncio.sleep(network.refresh_s)
+        members = node.core.everybody(node.clock())
+        block = mover.consider(members, node.clock())
+        if block is not None:
+            log.info("block %d is in danger and ours has enough: moving there", block)
+            return Plan(node.manifest, block, tuple(address for member in members for address in member.addresses))
 
 
 def _invite(node: Node, static: Static) -> None:

@@ -1,7 +1,7 @@
 """What one node knows about the others: who holds what, how they answer, whom to avoid.
 
 Fed by verified announcements (`observe`) and by our own calls (`succeeded`, `failed`, `offended`); asked by pairing, chain planning,
-catching up and `--block auto`. A peer counts with its latest word only, because one identity is one process and one block. Everything is
+catching up and placement. A peer counts with its latest word only, because one identity is one process and one block. Everything is
 bounded: at most `limits.MAX_MEMBERS` peers, of which those that expired go first, then the longest silent stranger of the most crowded
 block; a flood of fresh identities never pushes out a living peer that we have successfully talked with.
 """
@@ -27,7 +27,7 @@ OFFENDED_MOST_S: Final = 3600.0
 OFFENDED_HALF_LIFE_S: Final = 3600.0
 FRIEND_KEPT_S: Final = 600.0  # how long the RTT of a peer whose record ended is remembered: it may come back
 RTT_SHARE: Final = 0.25  # weight of the newest RTT in the moving average
-_TALL_TALE: Final = 10.0  # a claimed throughput counts for at most this many times the median
+_NO_HOLDER: Final = ("left", "choosing")  # phases of a record that does not make its writer a holder
 
 
 class Rng(Protocol):
@@ -159,7 +159,7 @@ class Members:
                 return False
         peer.seen = seen
         self._shelve(seen.peer, peer)
-        if not left:
+        if word.phase not in _NO_HOLDER:
             self._last[word.block] = (seen.peer, now)
         return True
 
@@ -178,7 +178,7 @@ class Members:
                 continue
             if peer is not None and old is not None and now < old.expires_at < seen.expires_at <= most:
                 word, was = seen.announcement, old.announcement
-                if word.block == was.block and word.run == run and word.phase != "left" and was.phase != "left":
+                if word.block == was.block and word.run == run and word.phase not in _NO_HOLDER and was.phase not in _NO_HOLDER:
                     peer.seen = seen
                     shelf = peer.shelf
                     del shelf[name]  # the most recently heard stands last
@@ -204,7 +204,7 @@ class Members:
         if not known.friend and not self.offence_s(peer, now):
             known.friend = True
             self._shelve(peer, known)
-        if known.seen is not None and known.seen.announcement.phase != "left":
+        if known.seen is not None and known.seen.announcement.phase not in _NO_HOLDER:
             self._last[known.seen.announcement.block] = (peer, now)
 
     def failed(self, peer: PeerId, now: float, why: str) -> None:
@@ -274,22 +274,14 @@ class Members:
         """Who was last known to hold a block, and when that was; kept after its record ended."""
         return self._last.get(block)
 
-    def most_needed(self, now: float, rng: Rng) -> int:
-        """The block with the least total throughput; then the fewest replicas; then chance.
-
-        A peer whose speed is not known yet counts with the median of the known ones; nobody counts for more than ten medians.
-        """
-        living = [[seen.announcement for seen, _ in self._living(block, now)] for block in range(self.blocks)]
-        known = [word.tokens_per_s for words in living for word in words if word.tokens_per_s > 0 and word.phase != "joining"]
-        median = statistics.median(known) if known else 1.0
-        best: tuple[tuple[float, int, float], int] | None = None
-        for block, words in enumerate(living):
-            total = sum(median if word.phase == "joining" else min(word.tokens_per_s, _TALL_TALE * median) for word in words)
-            rank = (total, len(words), rng.random())
-            if best is None or rank < best[0]:
-                best = (rank, block)
-        assert best is not None, "a run has at least one block"
-        return best[1]
+    def choosers(self, now: float) -> list[tuple[PeerId, int]]:
+        """Who says that it would hold which block, unless others are better placed (placement.py). They count for nothing else."""
+        faded = ((peer.seen, name) for name, peer in self._faded.items())
+        return [
+            (name, seen.announcement.block)
+            for seen, name in faded
+            if seen is not None and seen.announcement.phase == "choosing" and seen.expires_at > now
+        ]
 
     def newest(self, block: int, now: float) -> tuple[int, list[PeerId]]:
         """The newest published round of a block and the peers who agree on its digest: donors for catching up; (0, []) if none.
@@ -399,7 +391,7 @@ class Members:
         """Put an entry where it now belongs, as the most recently heard of its shelf."""
         del peer.shelf[name]
         word = peer.seen.announcement if peer.seen else None
-        if word is None or word.phase == "left":
+        if word is None or word.phase in _NO_HOLDER:
             peer.shelf = self._faded
         else:
             peer.shelf = (self._friends if peer.friend else self._strangers)[word.block]

@@ -21,7 +21,7 @@ NAMESPACE: Final = ("blocktrain", 1)
 SIGNATURE_BYTES: Final = 64
 MAX_ROUND: Final = 2**40
 
-PHASES: Final = ("joining", "training", "serving", "left")  # "serving": holds the block but does not train it
+PHASES: Final = ("choosing", "joining", "training", "serving", "left")  # "choosing": a claim only; "serving": held, but not trained
 Key = tuple[str | int | bytes, ...]
 
 

@@ -291,35 +291,21 @@ def test_who_was_last_seen_is_known_after_the_record_ended(members: Members) -> 
     assert members.last_seen(1) == (A, NOW + 110)
 
 
-def test_the_block_most_in_need_has_the_least_throughput_not_the_fewest_replicas(members: Members) -> None:
-    members.observe(seen(A, 0, speed=1000), NOW)
-    members.observe(seen(B, 1, speed=300), NOW)
-    members.observe(seen(C, 1, speed=300), NOW)
-    members.observe(seen(D, 2, speed=900), NOW)
-    assert members.most_needed(NOW, random.Random(0)) == 1
-
-
-def test_a_joining_peer_counts_with_the_median_speed(members: Members) -> None:
-    members.observe(seen(A, 0, speed=1000), NOW)
-    members.observe(seen(B, 1, speed=900), NOW)
-    members.observe(seen(C, 2, speed=0, phase="joining"), NOW)
-    assert members.most_needed(NOW, random.Random(0)) == 1  # 1000, 900, and 950 for the one that joins
-
-
-def test_equal_throughput_is_decided_by_fewer_replicas_then_by_chance(members: Members) -> None:
-    members.observe(seen(A, 0, speed=400), NOW)
-    members.observe(seen(B, 1, speed=200), NOW)
-    members.observe(seen(C, 1, speed=200), NOW)
-    members.observe(seen(D, 2, speed=400), NOW)
-    assert {members.most_needed(NOW, random.Random(seed)) for seed in range(20)} == {0, 2}
-    assert {members.most_needed(NOW + TTL, random.Random(seed)) for seed in range(40)} == {0, 1, 2}
-
-
-def test_a_tall_tale_about_speed_does_not_keep_helpers_away(members: Members) -> None:
-    members.observe(seen(A, 0, speed=1e12), NOW)
-    for number in range(10, 32):
-        members.observe(seen(peer(number), 1 + number % 2, speed=200), NOW)
-    assert members.most_needed(NOW, random.Random(0)) == 0
+def test_a_claim_is_no_holder_until_it_is_one_and_moves_with_its_latest_word(members: Members) -> None:
+    members.observe(seen(A, 0, phase="choosing", round=0), NOW)
+    members.observe(seen(B, 0, at=NOW + 1, phase="choosing", round=0), NOW + 1)
+    assert names(members) == set()
+    assert members.last_seen(0) is None
+    assert dict(members.choosers(NOW + 1)) == {A: 0, B: 0}
+    members.observe(seen(A, 2, at=NOW + 2, phase="choosing", round=0), NOW + 2)
+    members.observe(seen(A, 0, phase="choosing", round=0), NOW + 2)  # its older claim is still found under the other key
+    assert dict(members.choosers(NOW + 2)) == {A: 2, B: 0}
+    members.observe(seen(A, 2, at=NOW + 3, phase="joining", round=0), NOW + 3)
+    members.observe(seen(B, 0, at=NOW + 3, phase="training"), NOW + 3)
+    assert members.choosers(NOW + 3) == []
+    assert (names(members, 0, NOW + 3), names(members, 2, NOW + 3)) == ({B}, {A})
+    members.observe(seen(C, 1, phase="choosing"), NOW + 3)
+    assert members.choosers(NOW + TTL) == []
 
 
 def test_donors_are_the_peers_with_the_newest_round_that_agree_on_its_digest(members: Members) -> None:
@@ -459,7 +445,7 @@ steps = st.lists(
         st.sampled_from(["observe", "observe", "observe", "succeeded", "failed", "offended"]),
         numbers,
         st.integers(0, 2),
-        st.sampled_from(["joining", "training", "left"]),
+        st.sampled_from(["choosing", "joining", "training", "left"]),
         st.floats(0.1, 40.0),
         st.floats(0.0, 8.0),
     ),
@@ -490,7 +476,7 @@ def test_whatever_happens_the_views_agree_with_each_other_and_with_what_was_said
             assert sum(members.coverage(now, None)) == len(everybody)
             for member in everybody:
                 assert member.expires_at > now
-                assert member.phase != "left"
+                assert member.phase not in ("left", "choosing")
                 assert any((w.peer, w.announcement.block, w.expires_at) == (member.peer, member.block, member.expires_at) for w in said)
 
 

@@ -37,6 +37,8 @@ def check_node(config: NodeConfig) -> None:
         raise UsageError(f"--ttl-s {network.ttl_s:g}: other nodes keep no record for longer than {limits.MAX_RECORD_LIFE_S:g} s")
     if network.public and network.relays:
         raise UsageError("--public says that others can reach this node, --relay that they cannot: give one of them")
+    if training.may_move and config.files.store is not None:
+        raise UsageError("--may-move needs a store for each block it may hold, and --store names one: leave one of the two out")
     check_data(training.data)
     _check_device(training.device)
     if config.files.identity is not None and config.files.identity.is_dir():

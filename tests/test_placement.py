@@ -1,0 +1,202 @@
+"""Which block needs a node most: by throughput, evenly for crowds, and never a block's last holder gone to help another."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blocktrain.protocol import ids, placement
+from blocktrain.protocol.ids import PeerId
+from blocktrain.protocol.membership import Member
+from blocktrain.protocol.placement import Mover, most_needed, settle
+
+NOW = 1_000_000.0
+
+
+def peer(number: int) -> PeerId:
+    return ids.peer_id_of_key(hashlib.sha256(f"peer {number}".encode()).digest())
+
+
+ME = peer(-1)
+
+
+def holder(number: int, block: int, speed: float = 100.0, phase: str = "training") -> Member:
+    return Member(peer(number), block, phase, 5, b"d" * 32, speed, 0.0, (), NOW + 30, None, 0.0, 0.0, False)
+
+
+def held(*counts: int, speed: float = 100.0) -> list[Member]:
+    """So many holders of each block."""
+    return [holder(1000 * block + number, block, speed) for block, count in enumerate(counts) for number in range(count)]
+
+
+# ---- a block to start with --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_block_most_in_need_has_the_least_throughput_not_the_fewest_replicas() -> None:
+    holders = [holder(1, 0, 1000), holder(2, 1, 300), holder(3, 1, 300), holder(4, 2, 900)]
+    assert most_needed(3, holders, ME) == 1
+
+
+def test_who_has_not_told_its_speed_yet_counts_with_the_median() -> None:
+    for phase in ("joining", "training"):
+        holders = [holder(1, 0, 1000), holder(2, 1, 900), holder(3, 2, 0, phase)]
+        assert most_needed(3, holders, ME) == 1  # 1000, 900, and 950 for the one that does not say
+
+
+def test_who_only_serves_trains_nothing_but_is_a_holder() -> None:
+    assert most_needed(2, [holder(1, 0), holder(2, 1, 500, "serving")], ME) == 1
+    assert most_needed(3, [holder(1, 0), holder(2, 1, 500, "serving")], ME) == 2  # held by nobody
+
+
+def test_equal_throughput_is_decided_by_fewer_replicas_and_then_spreads_a_crowd() -> None:
+    holders = [holder(1, 0, 400), holder(2, 1, 200), holder(3, 1, 200), holder(4, 2, 400)]
+    assert {most_needed(3, holders, peer(number)) for number in range(20)} == {0, 2}
+    assert {most_needed(3, [], peer(number)) for number in range(40)} == {0, 1, 2}
+
+
+def test_a_tall_tale_about_speed_does_not_keep_helpers_away() -> None:
+    holders = [holder(1, 0, 1e12), *(holder(number, 1 + number % 2, 200) for number in range(10, 32))]
+    assert most_needed(3, holders, ME) == 0
+
+
+# ---- many who choose at once ------------------------------------------------------------------------------------------------------------
+
+
+def test_of_too_many_claims_everybody_moves_the_same_ones_to_the_same_places() -> None:
+    claims = [(peer(number), 0) for number in range(8)]
+    outcome = [settle(4, [], claims, peer(number)) for number in range(8)]
+    assert sorted(settled.block for settled in outcome) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert not any(settled.firm for settled in outcome)  # nobody of block 0 commits before the others have gone
+    shuffled = [settle(4, [], random.Random(number).sample(claims, 8), peer(number)) for number in range(8)]
+    assert shuffled == outcome
+
+
+def test_an_even_picture_is_firm_and_nobody_moves() -> None:
+    claims = [(peer(number), number % 4) for number in range(8)]
+    for number in range(8):
+        assert settle(4, [], claims, peer(number)) == placement.Settled(number % 4, True)
+
+
+def test_a_hole_is_filled_before_anything_is_evened_out() -> None:
+    holders = [holder(1, 0, 0, "serving"), holder(2, 1, 10_000)]
+    claims = [(ME, 0)]
+    assert settle(3, holders, claims, ME).block == 2
+
+
+def test_claims_even_out_throughput_around_holders_of_any_speed() -> None:
+    holders = [*held(1, speed=300), holder(7, 1, 100), holder(8, 2, 100)]
+    claims = [(peer(20 + number), 0) for number in range(4)]
+    final = [settle(3, holders, claims, claimer).block for claimer, _ in claims]
+    assert sorted(final) == [1, 1, 2, 2]
+
+
+@given(st.data())
+def test_a_crowd_that_sees_each_other_late_still_ends_even_and_stops(data: st.DataObject) -> None:
+    """Every node acts on a view that may be some turns old for what the others wrote, but is exact for what has stood longer."""
+    blocks = data.draw(st.integers(2, 5), label="blocks")
+    count = data.draw(st.integers(1, 12), label="nodes")
+    rng = random.Random(data.draw(st.integers(0, 2**32), label="seed"))
+    names = [peer(number) for number in range(count)]
+    history: list[dict[PeerId, tuple[int, bool]]] = [{}]
+    claims: dict[PeerId, tuple[int, bool]] = {}  # block, committed
+    firm: dict[PeerId, int] = {}
+    for turn in range(400):
+        undecided = [name for name in names if not claims.get(name, (0, False))[1]]
+        if not undecided:
+            break
+        name = rng.choice(undecided)
+        late = rng.randrange(1 + min(3, turn))
+        view = history[-1 - late] if rng.random() < 0.3 else history[-1]
+        others = [(other, block) for other, (block, done) in view.items() if not done and other != name]
+        fixed = [replace_peer(block, other) for other, (block, done) in view.items() if done]
+        if name not in claims:
+            claims[name] = most_needed(blocks, fixed, name), False
+        else:
+            block = claims[name][0]
+            settled = settle(blocks, fixed, [*others, (name, block)], name)
+            firm[name] = firm.get(name, 0) + 1 if settled.firm and settled.block == block and view is history[-1] else 0
+            claims[name] = settled.block, firm[name] >= 2
+        history.append(dict(claims))
+    counts = [sum(block == each for block, _ in claims.values()) for each in range(blocks)]
+    assert all(done for _, done in claims.values()), "it does not stop"
+    assert max(counts) - min(counts) <= 1, counts
+
+
+def replace_peer(block: int, name: PeerId) -> Member:
+    return holder(0, block, 0, "joining")._replace(peer=name)
+
+
+# ---- moving -----------------------------------------------------------------------------------------------------------------------------
+
+
+def mover(me: PeerId = ME, block: int = 0) -> Mover:
+    return Mover(me, block, 3, ttl_s=30, refresh_s=10)
+
+
+def first_move(moves: Mover, holders: list[Member], until: float = 2000.0) -> tuple[float, int] | None:
+    """When it would move, and where."""
+    for second in range(0, int(until), 10):
+        if (target := moves.consider(holders, NOW + second)) is not None:
+            return float(second), target
+    return None
+
+
+def test_a_block_that_nobody_holds_for_two_lives_of_a_record_is_helped() -> None:
+    assert first_move(mover(), held(1, 1, 0)) in ((60.0, 2), (90.0, 2))  # ours has two: us and another
+
+
+def test_a_blocks_last_holder_stays_and_so_does_a_pair_that_would_leave_a_single_one_for_another_single_one() -> None:
+    assert first_move(mover(), held(0, 1, 0)) is None
+    assert first_move(mover(), held(1, 1, 1)) is None
+    assert first_move(mover(), held(2, 1, 3)) is None
+    assert first_move(mover(), held(3, 1, 2)) is not None  # four of ours, one of theirs
+
+
+def test_a_node_that_sees_nobody_does_not_wander() -> None:
+    assert first_move(mover(), []) is None
+
+
+def test_a_restart_is_no_danger() -> None:
+    moves = mover()
+    for second in range(0, 1000, 10):
+        gone = second % 50 != 0  # back every 50 s
+        assert moves.consider(held(2, 1, 0 if gone else 1), NOW + second) is None
+
+
+def test_of_many_that_could_move_one_goes_first_and_the_others_then_stay() -> None:
+    everybody = [holder(number, 0) for number in range(5)] + [holder(9, 1)]
+    times = {}
+    for number in range(5):
+        others = [member for member in everybody if member.peer != peer(number)]
+        found = first_move(mover(peer(number)), others)
+        assert found is not None
+        times[number] = found[0]
+    assert sorted(times.values()) == [60, 90, 120, 150, 180]
+    first = min(times, key=times.__getitem__)
+    after = [holder(first, 2, 0, "joining") if member.peer == peer(first) else member for member in everybody]
+    for number in set(range(5)) - {first}:
+        moves = mover(peer(number))
+        others = [member for member in everybody if member.peer != peer(number)]
+        for second in range(0, 70, 10):
+            assert moves.consider(others, NOW + second) is None
+        for second in range(70, 1000, 10):
+            seen = [member for member in after if member.peer != peer(number)]
+            target = moves.consider(seen, NOW + second)
+            assert target in (None, 1)  # block 2 is no emergency any more; the singles among four are another matter
+
+
+def test_the_fullest_block_gives_first() -> None:
+    holders = held(3, 5, 0)
+    slow, quick = first_move(mover(block=0), holders), first_move(mover(block=1), holders)
+    assert slow is not None
+    assert quick is not None
+    assert quick[0] < slow[0]
+
+
+@pytest.mark.parametrize("counts", [(0, 1, 1), (1, 2, 2), (9, 10, 10), (2, 1, 9)])
+def test_where_no_block_is_in_danger_nobody_moves(counts: tuple[int, ...]) -> None:
+    assert first_move(mover(), held(*counts)) is None
