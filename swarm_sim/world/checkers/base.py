@@ -1,0 +1,40 @@
+"""What every checker is: it watches a world through its hooks, and notes what must not be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from blocktrain.swarm_sim.world.world import World
+
+MOST_KEPT = 20  # violations of one checker; the first is what matters
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Something that must not be, seen `at_s` after the beginning."""
+
+    at_s: float
+    checker: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.at_s:8.1f} s  {self.checker}: {self.what}"
+
+
+class Checker:
+    """Base of all checkers. A subclass has a `name`, hooks itself to the world when made, and looks once more in `finish`."""
+
+    name = ""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.violations: list[Violation] = []
+
+    def finish(self) -> None:
+        """The story has ended."""
+
+    def object(self, what: str) -> None:
+        if len(self.violations) < MOST_KEPT:
+            self.violations.append(Violation(self.world.elapsed_s, self.name, what))

@@ -1,0 +1,41 @@
+"""Checker: every node's wait has a reason, and an end. No exchange, download or first look lasts beyond its deadline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from blocktrain.protocol import limits
+from blocktrain.swarm_sim.world.checkers.base import Checker
+from blocktrain.swarm_sim.world.talk import OUTCOME_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from blocktrain.swarm_sim.world.world import World
+
+SLACK_S = 5.0
+JOINING_S = 120.0  # without a word from the DHT at all
+
+
+class Waits(Checker):
+    """Asks every node at every sample what it waits for."""
+
+    name = "waits"
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        world.watchers.sampled.append(self._sampled)
+
+    def _sampled(self, at_s: float) -> None:
+        for node in self.world.alive():
+            now = node.read_clock()
+            if self.world.queue.now - node.up_since < 1.0:
+                continue
+            phase, why, seconds, then = node.core.waiting(now)
+            if not (phase and why and then):
+                self.object(f"node {node.number} waits without a word: {(phase, why, then)}")
+            current = node.core.current
+            if current is not None and now > current.deadline + OUTCOME_TIMEOUT_S + limits.OPEN_TIMEOUT_S + SLACK_S:
+                self.object(f"node {node.number} has waited {now - current.deadline:.0f} s beyond its exchange's deadline")
+            if phase == "fetching" and seconds > limits.STATE_TIMEOUT_S + SLACK_S:
+                self.object(f"node {node.number} has been fetching for {seconds:.0f} s")
+            if phase == "joining" and seconds > JOINING_S and node.in_dht:
+                self.object(f"node {node.number} has been joining for {seconds:.0f} s: {why}")
