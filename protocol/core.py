@@ -103,7 +103,6 @@ class Core:
         self._queue: list[PeerId] = []  # candidates still to be asked in this round
         self._due = False  # H steps have passed without a merge
         self._asked: dict[PeerId, str] = {}  # who was asked in this round and what came of it
-        self._met_anybody = False
         self._stalls: dict[PeerId, int] = {}  # exchanges that a peer began, one after the other, and let hang
 
     # ---- facts ------------------------------------------------------------------------------------------------------------------
@@ -159,7 +158,7 @@ class Core:
 
     def _saw(self, fact: f.Saw, now: float) -> list[f.Decision]:
         self._reading.discard(fact.block)
-        self._met_anybody |= self.members.hear(fact.records, now)
+        self.members.hear(fact.block, fact.records, now)
         if fact.block != self.block:
             return []
         self._own_reads += 1
@@ -171,7 +170,7 @@ class Core:
         enough = FETCH_WHEN_BEHIND + 1 if self._fresh else FAR_BEHIND_ROUNDS
         if self.phase != "training" or self.current is not None or now < self._fetch_at:
             return []
-        claimed = max((seen.announcement.round for seen in fact.records), default=0)  # most reads end here, without a look at everybody
+        claimed = max([seen.announcement.round for seen in fact.records], default=0)  # most reads end here, without a look at everybody
         if claimed - self.round >= enough and self._behind(now) >= enough:
             self._fetch_tries = FETCH_TRIES - 1  # one: we have a state of our own to go on with
             return self._catch_up(now)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from blocktrain.protocol import limits
@@ -27,6 +27,8 @@ OFFENDED_MOST_S: Final = 3600.0
 OFFENDED_HALF_LIFE_S: Final = 3600.0
 FRIEND_KEPT_S: Final = 600.0  # how long the RTT of a peer whose record ended is remembered: it may come back
 RTT_SHARE: Final = 0.25  # weight of the newest RTT in the moving average
+UNREAD_MOST: Final = 4  # reads of a block that wait until somebody asks: both of our own buckets and two random ones
+RECOUNT_S: Final = 4 * limits.TTL_S  # a settled level is counted again after this
 _NO_HOLDER: Final = ("left", "choosing")  # phases of a record that does not make its writer a holder
 
 
@@ -123,10 +125,12 @@ class Members:
         self._friends: tuple[dict[PeerId, _Peer], ...] = tuple({} for _ in range(blocks))  # by block; longest silent first
         self._strangers: tuple[dict[PeerId, _Peer], ...] = tuple({} for _ in range(blocks))
         self._last: dict[int, tuple[PeerId, float]] = {}
-        self._levels: dict[int, tuple[int, int, float]] = {}  # block → its level; how many were known, and when, as it was counted
+        self._levels: dict[int, tuple[int, int, float, bool]] = {}  # block → its level; how many were known, when, whether it moved
+        self._unread: dict[int, list[tuple[Sequence[Seen], float]]] = {}  # block → reads nobody has looked at, and when they were heard
         self._swept_at = 0.0
 
     def __len__(self) -> int:
+        self._look_everywhere()
         return len(self._peers)
 
     # -- facts in
@@ -163,30 +167,43 @@ class Members:
             self._last[word.block] = (seen.peer, now)
         return True
 
-    def hear(self, records: Iterable[Seen], now: float) -> bool:
-        """Take all that one read brought; whether it told of anybody new. `observe` in bulk: most of it renews what we know.
+    def hear(self, block: int, records: Sequence[Seen], now: float) -> None:
+        """Take all that one read of a block brought, as `observe` would, when somebody asks about that block.
 
-        A thousand peers renew their records every few seconds, so the usual case (known, same block, later) is kept short here.
+        Most reads renew what is renewed again before anybody looks: a trainer hardly ever asks who holds the other blocks. So reads wait here,
+        a few a block, and the oldest is dropped unlooked at.
         """
-        peers, run, most, met = self._peers, self.run, now + limits.MAX_RECORD_LIFE_S, False
-        self._sweep(now)
-        for seen in records:
-            name = seen.peer
-            peer = peers.get(name)
-            old = peer.seen if peer is not None else None
-            if old is seen:
-                continue
-            if peer is not None and old is not None and now < old.expires_at < seen.expires_at <= most:
-                word, was = seen.announcement, old.announcement
-                if word.block == was.block and word.run == run and word.phase not in _NO_HOLDER and was.phase not in _NO_HOLDER:
-                    peer.seen = seen
-                    shelf = peer.shelf
-                    del shelf[name]  # the most recently heard stands last
-                    shelf[name] = peer
-                    self._last[word.block] = (name, now)
+        if 0 <= block < self.blocks and records:
+            waiting = self._unread.setdefault(block, [])
+            waiting.append((records, now))
+            if len(waiting) > UNREAD_MOST:
+                del waiting[0]
+
+    def _look_everywhere(self) -> None:
+        for block in list(self._unread):
+            self._look(block)
+
+    def _look(self, block: int) -> None:
+        """Take in what was heard of a block. The usual case (known, same block, later) is kept short: there are thousands of them."""
+        for records, now in self._unread.pop(block, ()):
+            peers, run, most, last = self._peers, self.run, now + limits.MAX_RECORD_LIFE_S, self._last
+            self._sweep(now)
+            for seen in records:
+                name = seen.peer
+                peer = peers.get(name)
+                old = peer.seen if peer is not None else None
+                if old is seen:
                     continue
-            met |= self.observe(seen, now)
-        return met
+                if peer is not None and old is not None and now < old.expires_at < seen.expires_at <= most:
+                    word, was = seen.announcement, old.announcement
+                    if word.block == was.block and word.run == run and word.phase not in _NO_HOLDER and was.phase not in _NO_HOLDER:
+                        peer.seen = seen
+                        shelf = peer.shelf
+                        del shelf[name]  # the most recently heard stands last
+                        shelf[name] = peer
+                        last[word.block] = (name, now)
+                        continue
+                self.observe(seen, now)
 
     def clash(self, seen: Seen, own_last_expiry: float) -> bool:
         """Whether a record of our own peer id is one that we did not write: two processes share one identity."""
@@ -272,10 +289,14 @@ class Members:
 
     def last_seen(self, block: int) -> tuple[PeerId, float] | None:
         """Who was last known to hold a block, and when that was; kept after its record ended."""
+        self._look(block)
         return self._last.get(block)
 
     def choosers(self, now: float) -> list[tuple[PeerId, int]]:
         """Who says that it would hold which block, unless others are better placed (placement.py). They count for nothing else."""
+        self._look_everywhere()
+        for block in list(self._unread):
+            self._look(block)
         faded = ((peer.seen, name) for name, peer in self._faded.items())
         return [
             (name, seen.announcement.block)
@@ -305,13 +326,18 @@ class Members:
     def buckets(self, block: int, now: float) -> int:
         """Over how many DHT keys a block's holders are spread now: the level of buckets.py, a power of two.
 
-        Counted again when our knowledge of the block has changed by an eighth, or a record's life has passed.
+        Counted again while it moves, when our knowledge of the block has changed by an eighth, and after a while. As long as nobody looks at
+        what was read, knowledge is judged by the size of the last read.
         """
-        known = len(self._friends[block]) + len(self._strangers[block])
-        level, then, at = self._levels.get(block, (1, 0, -math.inf))
-        if 8 * abs(known - then) > then or not 0 <= now - at < limits.TTL_S:
-            level = next_level(level, place_of(self.me), [peer.place for _, peer in self._living(block, now)])
-            self._levels[block] = level, known, now
+        level, then, at, moving = self._levels.get(block, (1, 0, -math.inf, True))
+        unread = self._unread.get(block)
+        known = len(unread[-1][0]) if unread else len(self._friends[block]) + len(self._strangers[block])
+        changed = 8 * (known - then) > then if unread else 8 * abs(known - then) > then
+        if moving or changed or not 0 <= now - at < (RECOUNT_S if unread else limits.TTL_S):
+            others = [peer.place for _, peer in self._living(block, now)]
+            new = next_level(level, place_of(self.me), others)
+            self._levels[block] = new, len(self._friends[block]) + len(self._strangers[block]), now, new != level
+            return new
         return level
 
     def to_announce(self, block: int, now: float) -> list[int]:
@@ -341,6 +367,7 @@ class Members:
     # -- shelves
 
     def _living(self, block: int, now: float) -> Iterator[tuple[Seen, _Peer]]:
+        self._look(block)
         for shelf in (self._friends[block], self._strangers[block]):
             for peer in shelf.values():
                 seen = peer.seen

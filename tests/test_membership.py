@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.protocol import buckets, ids, limits
+from blocktrain.protocol import buckets, ids, limits, membership
 from blocktrain.protocol.ids import PeerId, RunId
 from blocktrain.protocol.membership import Members
 from blocktrain.protocol.records import Announcement, Seen
@@ -500,6 +500,21 @@ def test_nodes_whose_levels_differ_by_one_step_find_each_other(writer: int, read
 def test_buckets_of_different_levels_never_share_a_number_and_the_root_is_zero(place: int, level: int) -> None:
     assert buckets.number(place, level) in range(level - 1, 2 * level - 1)
     assert buckets.number(place, 1) == 0
+
+
+def test_what_a_read_brought_is_known_as_soon_as_anybody_asks(members: Members) -> None:
+    members.hear(1, [seen(peer(1), block=1), seen(peer(2), block=1, phase="left"), seen(peer(3), block=1)], NOW)
+    assert names(members, 1) == {peer(1), peer(3)}
+    members.hear(1, [seen(peer(1), block=1, phase="left", at=NOW + 1)], NOW + 1)
+    assert members.coverage(NOW + 1, None)[1] == 1
+    assert members.last_seen(1) == (peer(3), NOW)
+
+
+def test_reads_that_nobody_asks_about_do_not_pile_up(members: Members) -> None:
+    for second in range(50):
+        members.hear(1, [seen(peer(second), block=1, at=NOW + second)], NOW + second)
+    assert len(members) == membership.UNREAD_MOST
+    assert peer(49) in names(members, 1, NOW + 49)
 
 
 def test_a_small_swarm_uses_the_root_alone(members: Members) -> None:
