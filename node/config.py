@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 MODES: Final = ("speculative", "one-sweep", "autoregressive")
+AUTO: Final = -1  # of `block`: the one that needs us most
 ROUTES: Final = ("auto", "chain", "star")
 
 
@@ -42,7 +43,7 @@ def _block(_type: object, tokens: Sequence[Any]) -> int | None:
     """`auto` or a block's number. `_type` and the tokens' class are cyclopts'."""
     text = tokens[0].value
     if text == "auto":
-        return None
+        return AUTO
     if not text.isascii() or not text.isdigit():
         raise ValueError(f'"{text}" is neither a block number (0, 1, …) nor "auto"')
     return int(text)
@@ -78,7 +79,7 @@ class Training:
     """The block we hold and what we train it on."""
 
     block: Annotated[int | None, Parameter(converter=_block, metavar="N|auto")] = setting(
-        None, "The block to hold, or auto: the one that needs us most."
+        None, "The block to hold, or auto: the one that needs us most; without it, you are asked."
     )
     may_move: bool = setting(False, "Take another block if nobody holds it any more and ours has holders enough; the store of ours stays.")
     data: Many = setting(("builtin",), "Files, folders, globs, builtin (text that Python carries), or hf:NAME[:CONFIG[:SPLIT[:COLUMN]]].")

@@ -13,28 +13,24 @@ import logging
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from blocktrain import __version__
 from blocktrain.node import identity as identities
 from blocktrain.node import logs
 from blocktrain.node.config import NodeConfig
-from blocktrain.node.identity import Identity
-from blocktrain.node.join import find_run
 from blocktrain.node.network import Net, open_network
-from blocktrain.node.placing import choose_block, look
+from blocktrain.node.placing import look
+from blocktrain.node.planning import AGENT, Plan, make_plan, settings_for
 from blocktrain.node.runtime import Runtime
 from blocktrain.node.service import Node, Parts
 from blocktrain.node.snapshot import Clocks, Static, build
 from blocktrain.node.status import Status
-from blocktrain.node.store import Store, peek
+from blocktrain.node.store import Store
 from blocktrain.node.talk import Talk
-from blocktrain.protocol.errors import Unreachable, UsageError
+from blocktrain.protocol.errors import Unreachable
 from blocktrain.protocol.handshake import Greeting
 from blocktrain.protocol.ids import short
-from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.placement import Mover
 
 if TYPE_CHECKING:
@@ -43,20 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("blocktrain.node")
 
 MOVE_REST_TTLS = 20.0  # lives of a record after a start or a move before the next one; ten minutes as things are by default
-FIND_TIMEOUT_S = 20.0  # for the swarm to tell which runs it knows
 T = TypeVar("T")
-__all__ = ["AGENT", "Plan", "look", "run_node"]
-AGENT = f"blocktrain/{__version__}"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What was decided before anything was opened."""
-
-    manifest: Manifest
-    block: int
-    known_peers: tuple[str, ...] = ()  # to be dialled where the config names none
-    claimed_by: Identity | None = None  # under whom the block was claimed; the node keeps that identity if its store has none
+__all__ = ["AGENT", "look", "run_node"]
 
 
 async def run_node(config: NodeConfig, runtime: Runtime) -> int:
@@ -85,10 +69,10 @@ async def run_node(config: NodeConfig, runtime: Runtime) -> int:
 
 
 async def _node(config: NodeConfig, runtime: Runtime, talk: Talk) -> int:
-    plan: Plan | None = await _plan(config, runtime)
+    plan: Plan | None = await make_plan(config, runtime)
     while plan is not None:
         talk.know(plan.manifest, plan.block)
-        async with _open(config, plan, runtime) as (node, static):
+        async with _open(settings_for(plan, config), plan, runtime) as (node, static):
             talk.show(partial(_status, node, static, runtime))
             plan = await _live(node, static, runtime, talk)
         talk.alive = False
@@ -99,55 +83,13 @@ def _status(node: Node, static: Static, runtime: Runtime) -> Status:
     return build(node, static, runtime.clock())
 
 
-async def _plan(config: NodeConfig, runtime: Runtime) -> Plan:
-    """Which run, which block."""
-    block, claimed_by = config.training.block, None
-    if config.new_run is not None:
-        from blocktrain.node.recipe_file import load_recipe
-
-        manifest = load_recipe(config.new_run)
-        block = 0 if block is None else block
-    elif not config.network.initial_peers:
-        return _from_store(config)
-    else:
-        with identities.temporary() as nobody:
-            greeting = Greeting(None, AGENT)
-            async with open_network(config.network, nobody, greeting, runtime.clock, client_mode=True, children=runtime.children) as net:
-                manifest = await find_run(net.directory, net.transport, config.run, timeout_s=FIND_TIMEOUT_S)
-                if block is None and config.files.store is not None and (owner := peek(config.files.store.expanduser())) is not None:
-                    block = owner[1]  # a store is for one block
-                if block is None:
-                    block, claimed_by = await choose_block(net, manifest, clock=runtime.clock, rng=runtime.rng), nobody
-    if not 0 <= block < manifest.blocks:
-        raise UsageError(f"--block {block}: run {manifest.name} has blocks 0 … {manifest.blocks - 1}")
-    return Plan(manifest, block, claimed_by=claimed_by)
-
-
-def _from_store(config: NodeConfig) -> Plan:
-    """A node that starts again from its own store: its run, its block, and the addresses that worked last time."""
-    folder = config.files.store
-    assert folder is not None, "checked by the command"
-    owner = peek(folder.expanduser())
-    if owner is None:
-        raise UsageError(f"there is no store in {folder}: host a run with --new-run, or join one with --initial-peers")
-    run, block = owner
-    if config.training.block not in (None, block):
-        raise UsageError(f"the store {folder} holds block {block}, not {config.training.block}")
-    with Store.open(folder, run, block) as store:
-        manifest, peers = store.load_manifest(), store.load_peers()
-    if manifest is None:
-        raise UsageError(f"the store {folder} has no manifest: join its run with --initial-peers")
-    log.info("starting again from %s, with %d known addresses", folder, len(peers))
-    return Plan(manifest, block, tuple(peers))
-
-
 @contextlib.asynccontextmanager
 async def _open(config: NodeConfig, plan: Plan, runtime: Runtime) -> AsyncIterator[tuple[Node, Static]]:
     """The node and all that it stands on, closed in reverse."""
     manifest, block = plan.manifest, plan.block
     async with contextlib.AsyncExitStack() as stack:
         store = stack.enter_context(
-            Store.open(config.files.store, manifest.run, block, min_free_bytes=config.files.min_free_mib * 1024 * 1024)
+            Store.open(config.files.store or plan.store, manifest.run, block, min_free_bytes=config.files.min_free_mib * 1024 * 1024)
         )
         logs.keep_debug_file(store.folder)
         stack.callback(logs.forget_debug_file)
@@ -156,12 +98,9 @@ async def _open(config: NodeConfig, plan: Plan, runtime: Runtime) -> AsyncIterat
         # The network and the block do not need each other: torch is imported and weights are read while the daemon starts.
         preparing = _in_thread(lambda: _prepare(config, plan, store, who.peer_id))
         clocks = Clocks()
-        network = config.network
-        if plan.known_peers:
-            network = replace(network, initial_peers=plan.known_peers, wait=True)
         net = await stack.enter_async_context(
             open_network(
-                network,
+                config.network,
                 who,
                 Greeting(manifest, AGENT, config.gossip.topology),
                 runtime.clock,
@@ -247,6 +186,7 @@ async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> Pla
         asyncio.create_task(fail(node.failure())),
         asyncio.create_task(fail(_daemon_died(static.net))),
         asyncio.create_task(_checkpoints(node, static)),
+        asyncio.create_task(_keep_known(node, static)),
     ]
     if node.config.training.may_move:
 
@@ -262,6 +202,7 @@ async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> Pla
         log.debug("left the swarm")
         if not end and (node.parts.replica.published().round or node.parts.replica.progress().steps):
             await node.parts.replica.save()
+        _remember(node, static)
         log.debug("saved")
     finally:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
@@ -306,4 +247,20 @@ async def _checkpoints(node: Node, static: Static) -> None:
     while True:
         await asyncio.sleep(node.config.files.checkpoint_every_s)
         await node.parts.replica.save()
-        static.store.save_peers(sorted(address for member in node.core.everybody(node.clock()) for address in member.addresses))
+        _remember(node, static)
+
+
+async def _keep_known(node: Node, static: Static) -> None:
+    """Whom we meet first is kept soon: the next start may be needed before the first checkpoint."""
+    while not _remember(node, static):  # noqa: ASYNC110 others announce themselves when they like
+        await asyncio.sleep(node.config.network.refresh_s)
+
+
+def _remember(node: Node, static: Static) -> bool:
+    """Keep where the others are, for a start when no initial peer answers. Of a swarm that is gone the last that was seen is kept."""
+    members = [member for member in node.core.everybody(node.clock()) if not member.avoided_s]
+    members.sort(key=lambda member: (member.block != node.block, member.peer))
+    found = [address for member in members for address in member.addresses[:1]]
+    if found:
+        static.store.save_peers(found)
+    return bool(found)

@@ -53,6 +53,13 @@ def default_folder(run: RunId, block: int) -> Path:
     return Path(platformdirs.user_data_dir("blocktrain")) / ids.run_name(run) / f"block-{block}"
 
 
+def known_stores() -> list[Path]:
+    """The stores in the user's data folder, in use or not."""
+    import platformdirs
+
+    return sorted(path.parent for path in Path(platformdirs.user_data_dir("blocktrain")).glob("*/block-*/store.json"))
+
+
 def peek(folder: Path) -> tuple[RunId, int] | None:
     """Run and block of an existing store, without opening it. None: there is none. Raises: UsageError: unreadable."""
     path = folder / "store.json"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 
 from blocktrain import __version__
-from blocktrain.node.config import NodeConfig
+from blocktrain.node.config import AUTO, NodeConfig
 from blocktrain.node.local import StatusFile
 from blocktrain.node.runtime import Runtime
 from blocktrain.node.status import Status, one_line
@@ -71,6 +71,7 @@ class Talk:
     def _starting(self) -> Status:
         now = self._runtime.clock()
         manifest, block = self._known or (None, self._config.training.block)
+        block = None if block == AUTO else block
         return Status(
             run=manifest.run.hex() if manifest else "",
             run_name=manifest.name if manifest else "",

@@ -19,7 +19,7 @@ import blocktrain.node
 from blocktrain import __version__
 from blocktrain.node import local
 from blocktrain.node.commands import app
-from blocktrain.node.config import ClientConfig, EvalConfig, GenerateConfig, NodeConfig
+from blocktrain.node.config import AUTO, ClientConfig, EvalConfig, GenerateConfig, NodeConfig
 from blocktrain.node.recipe_file import ready_text
 from blocktrain.node.status import Status
 from blocktrain.protocol import errors
@@ -96,7 +96,8 @@ def test_initial_peers_stand_in_a_row_or_after_repeated_flags(work: Calls) -> No
 
 
 def test_block_auto_means_the_block_most_in_need(work: Calls) -> None:
-    assert node_config(work, "--block", "auto", "--initial-peers", PEER).training.block is None
+    assert node_config(work, "--block", "auto", "--initial-peers", PEER).training.block == AUTO
+    assert node_config(work, "--initial-peers", PEER).training.block is None  # ask
 
 
 def test_every_setting_has_a_flag_that_reaches_its_field(work: Calls, tmp_path: Path) -> None:
@@ -264,7 +265,7 @@ def test_a_table_holds_for_its_command_and_the_top_level_for_all(work: Calls) ->
     ]
     Path("blocktrain.toml").write_text("\n".join([*lines, "[generate]", "seed = 4"]))
     config = node_config(work)
-    assert (config.run, config.network.wait, config.training.block) == ("here", True, None)
+    assert (config.run, config.network.wait, config.training.block) == ("here", True, AUTO)
     assert app.main(["generate"]) == 0
     client, request, prompt, _ = work[-1]
     assert (client.run, client.initial_peers, request.seed, prompt) == ("everywhere", (PEER,), 4, b"for generate")
