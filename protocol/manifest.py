@@ -18,7 +18,7 @@ from typing import Any, Final
 from blocktrain.protocol import limits, schema, wire
 from blocktrain.protocol.errors import Malformed
 from blocktrain.protocol.ids import RunId
-from blocktrain.protocol.schema import Choice, Float, Int, Table, Text
+from blocktrain.protocol.schema import Bool, Choice, Float, Int, Table, Text
 
 FORMAT: Final = 1
 OBJECTIVES: Final = ("evidence", "diffusionblocks", "autoregressive")
@@ -68,7 +68,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """AdamW and the batch. A node may split a batch into `accumulate` parts without changing the result."""
+    """AdamW and the batch. `accumulate` and `recompute` save memory and leave the result as it is."""
 
     batch: int = schema.field(Int(1, 1_000_000))  # sequences per step
     accumulate: int = schema.field(Int(1, 10_000))  # micro-batches per step
@@ -77,6 +77,7 @@ class Optimizer:
     weight_decay: float = schema.field(Float(0.0, 10.0))  # on matrices only
     clip: float = schema.field(Float(0.0, 1e9))  # global gradient norm
     warmup_steps: int = schema.field(Int(0, 1_000_000))  # a joiner's own warm-up: its moments start at zero
+    recompute: bool = schema.field(Bool(), False)  # activation checkpointing: layers are computed again in the backward pass
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -56,6 +56,27 @@ class BenchOptions:
     json: Annotated[Path | None, Parameter(help="Write the numbers here; - is standard output.")] = None
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class LabOptions:
+    """What the benches of the learning recipe have beyond that."""
+
+    preset: Annotated[
+        str | None,
+        Parameter(help="How large: a name (laptop, desk, paper, gpu8, gpu12, gpu24) or WIDTHxLAYERSxBLOCKS. `laptop` by default."),
+    ] = None
+    steps: Annotated[int | None, Parameter(validator=Number(gte=10, lte=10_000_000), help="Training steps of each block.")] = None
+    data: Annotated[
+        Many, Parameter(help="Text to train on: as for blocktrain-node. By default gensim's excerpt, or builtin without it.")
+    ] = ()
+    processes: Annotated[
+        int | None, Parameter(validator=Number(gte=1, lte=256), help="Trainings at a time, each with one thread. By default 2.")
+    ] = None
+    compile: Annotated[bool, Parameter(help="Use torch.compile: worth it for long runs.")] = False
+    device: Annotated[str, Parameter(help="Where to train: cpu, cuda or cuda:N.")] = "cpu"
+    plot: Annotated[Path | None, Parameter(help="Where the picture goes; by default into the user's cache.")] = None
+
+
 def simulator() -> App:
     """The program."""
     app = frame.new_app("blocktrain-sim", HELP)
@@ -86,17 +107,54 @@ def bench_node(options: BenchOptions = BenchOptions()) -> int:
     return benches.command(BENCH, options)
 
 
+def bench_quality(options: BenchOptions = BenchOptions(), lab: LabOptions = LabOptions()) -> int:
+    """What the learning recipe is worth: the chain, its blocks, plain blocks, the end-to-end reference, the paper's tables, and text.
+
+    Trainings are kept in the user's cache: an interrupted bench goes on where it was.
+    """
+    from blocktrain.swarm_sim import bench_quality as quality
+    from blocktrain.swarm_sim import benches
+
+    return benches.command(quality.bench(quality.settings_of(lab)), _split(options))
+
+
+def bench_ideas(options: BenchOptions = BenchOptions(), lab: LabOptions = LabOptions()) -> int:
+    """Ideas that might beat the recipe, each beside it and beside its own control. Long: not part of `all`."""
+    from blocktrain.swarm_sim import bench_ideas as ideas
+    from blocktrain.swarm_sim import bench_quality as quality
+    from blocktrain.swarm_sim import benches
+
+    return benches.command(ideas.bench(quality.settings_of(lab)), _split(options))
+
+
+def bench_step(
+    options: BenchOptions = BenchOptions(), preset: Annotated[str | None, Parameter(help="How large; `laptop` by default.")] = None
+) -> int:
+    """What a training step costs beside the same layers in a plain torch loop, and what a block needs in memory."""
+    from blocktrain.swarm_sim import bench_step as step
+    from blocktrain.swarm_sim import benches
+
+    return benches.command(step.bench(preset), _split(options))
+
+
+def _split(options: BenchOptions) -> BenchOptions:
+    """Parts may be given with commas as well."""
+    return replace(options, parts=tuple(part for parts in options.parts for part in parts.split(",") if part))
+
+
 def bench_all(options: BenchOptions = BenchOptions()) -> int:
     """Every bench, one after the other. Keys of the JSON begin with the bench's name and a dot."""
+    from blocktrain.swarm_sim import bench_quality as quality
+    from blocktrain.swarm_sim import bench_step as step
     from blocktrain.swarm_sim import benches
     from blocktrain.swarm_sim.bench_node import BENCH
 
     if options.parts:
         raise UsageError("--parts chooses among the parts of one bench: name it instead of `all`")
-    return benches.commands([BENCH], options)
+    return benches.commands([BENCH, step.bench(None), quality.bench(quality.Settings())], options)
 
 
-BENCHES: Final = {"node": bench_node, "all": bench_all}
+BENCHES: Final = {"node": bench_node, "quality": bench_quality, "ideas": bench_ideas, "step": bench_step, "all": bench_all}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -114,21 +114,21 @@ def test_positions_without_z_read_the_same_noise_with_and_without_a_cache() -> N
 
 
 def test_small_sigma_leaks_the_target_and_is_worthless_from_noise() -> None:
-    """The paper's own finding (its table 1), in a minute's miniature: below σ 0.5 the target is in the input."""
-    run = replace(a_run((0.002, 2.0)), blocks=1)
+    """The paper's own finding (its table 1) in miniature: below σ 0.5 the target is in the input, and pure noise is believed as well."""
+    run = a_run((0.1, 0.5), blocks=1)
     text = torch.tensor(list(b"the river runs down to the sea; it is long and slow. " * 40))
     block, objective, draw = Block(run, 0), DiffusionBlocks(run, 0), generator()
     optimizer = torch.optim.AdamW(block.parameters(), lr=1e-2, betas=(0.9, 0.95))
-    for _ in range(60):
-        begins = torch.randint(0, len(text) - T - 1, (8,), generator=draw)
+    for _ in range(80):
+        begins = torch.randint(0, len(text) - T - 1, (4,), generator=draw)
         batch = torch.stack([text[begin : begin + T + 1] for begin in begins.tolist()])
         optimizer.zero_grad()
         objective.loss(block, batch, draw).backward()
         torch.nn.utils.clip_grad_norm_(block.parameters(), 1.0)
         optimizer.step()
-    held = text[torch.randint(0, len(text), (4, T + 1), generator=draw)]  # its bytes in no order: only z can tell
+    held = text[torch.randint(0, len(text), (8, T + 1), generator=draw)]  # its bytes in no order: the context cannot help
     with torch.no_grad():
-        noisy = noisy_targets(block, held[:, 1:], torch.full((4,), 0.02), draw)
+        noisy = noisy_targets(block, held[:, 1:], torch.full((8,), 0.1), draw)
         told = F.cross_entropy(block(held[:, :-1], noisy).flatten(0, 1), held[:, 1:].flatten())
-    assert float(told) < 0.5, "the byte is read off z"
-    assert float(objective.score(block, held).mean()) > 3.0, "the letters' frequencies alone cost 2.7"
+    assert float(told) < 2.4, "the letters' frequencies alone leave 2.7: the rest is read off z"
+    assert float(objective.score(block, held).mean()) > 6.0

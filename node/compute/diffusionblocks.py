@@ -54,7 +54,8 @@ class DiffusionBlocks:
         """One σ a sequence, from the log-normal inside the block's widened interval: [rows]."""
         below = torch.special.ndtr(torch.tensor(self.deviations, dtype=torch.float64))
         share = below[0] + (below[1] - below[0]) * torch.rand(rows, generator=generator, dtype=torch.float64)
-        return (self.middle + self.deviation * torch.special.ndtri(share)).exp().float()
+        sigma: Tensor = (self.middle + self.deviation * torch.special.ndtri(share)).exp().float()
+        return sigma
 
     @torch.no_grad()
     def score(self, block: Block, tokens_RT1: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from blocktrain.protocol.manifest import Manifest
 
@@ -145,6 +146,7 @@ class Block(nn.Module):
         self.block = block
         self.width, self.heads, self.context, self.vocabulary = model.width, model.heads, model.context, model.vocabulary
         width = model.width
+        self.recompute = manifest.optimizer.recompute
         self.literal = manifest.objective == LITERAL
         self.embedding = nn.Parameter(torch.empty(model.vocabulary, width))  # Ctx
         self.offset = nn.Parameter(torch.empty(MAX_WINDOW - 1, width))  # Off
@@ -244,7 +246,10 @@ class Block(nn.Module):
 
     def _layers(self, h_RND: Tensor, cos_NK: Tensor, sin_NK: Tensor) -> Tensor:
         for layer in self.layers:
-            h_RND = layer(h_RND, cos_NK, sin_NK)
+            if self.recompute and h_RND.requires_grad:
+                h_RND = checkpoint(layer, h_RND, cos_NK, sin_NK, use_reentrant=False)
+            else:
+                h_RND = layer(h_RND, cos_NK, sin_NK)
         return h_RND
 
     def _logits(self, h_RND: Tensor, noisy: Noisy | None, want: int) -> Tensor:

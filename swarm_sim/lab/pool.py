@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -38,7 +39,7 @@ def _train_missing(todo: list[Spec], place: Path, say: Callable[[str], None], pr
     said = began
     say(f"{len(todo)} trainings, {processes} at a time")
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(os.getpid(),)) as pool:
         waiting: dict[Future[None], Spec] = {pool.submit(_work, spec, place): spec for spec in todo}
         finished = 0.0
         try:
@@ -65,10 +66,18 @@ def _minutes(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-def _one_thread() -> None:
+def _begin(parent: int) -> None:
+    """In a process of the pool: one thread for PyTorch, and an end when the bench is killed."""
     import torch
 
     torch.set_num_threads(1)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _work(spec: Spec, place: Path) -> None:
@@ -80,8 +89,6 @@ def _work(spec: Spec, place: Path) -> None:
         if time.monotonic() - noted >= _NOTE_EVERY_S:
             noted = time.monotonic()
             path.write_text(f"{share:.4f}")
-            if os.getppid() == 1:  # nobody waits for us any more
-                raise SystemExit(1)
 
     try:
         train(spec, place, report)

@@ -15,11 +15,15 @@ GENSIM: Final = ("gensim",)
 
 @dataclass(frozen=True)
 class Member:
-    """One block in training. `walk` names its walk over the data; `part` (i, n): it sees only the i-th of n parts of the text."""
+    """One block in training. `walk` names its walk over the data; `part` (i, n): it sees only the i-th of n parts of the text.
+
+    `data`: its own sources, instead of the spec's.
+    """
 
     block: int
     walk: str = "lab"
     part: tuple[int, int] = (0, 1)
+    data: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,10 @@ class Spec:
     def digest(self) -> str:
         table = asdict(self)
         del table["label"]
+        del table["manifest"]["optimizer"]["recompute"]  # the result is the same
+        for member in table["members"]:
+            if not member["data"]:
+                del member["data"]
         text = json.dumps([VERSION, table], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 

@@ -26,7 +26,6 @@ from blocktrain.node.compute.diffusionblocks import SHARED
 from blocktrain.node.compute.flat import Flat
 from blocktrain.node.compute.model import Block
 from blocktrain.node.compute.trainer import Trainer
-from blocktrain.node.corpus import Corpus
 from blocktrain.node.data import TokenStream, load_tokens
 from blocktrain.node.tokenizer import load_tokenizer
 from blocktrain.swarm_sim.lab.spec import Member, Sharing, Spec
@@ -98,8 +97,7 @@ class _Training:
         self.spec = spec
         self.checkpoint = place / f"{spec.digest}.checkpoint.safetensors"
         self.mover = Mover(choose(spec.device))
-        corpus = load_tokens(spec.data, load_tokenizer("bytes", 256), spec.manifest.model.context)
-        self.trainers = [self._trainer(member, corpus) for member in spec.members]
+        self.trainers = [self._trainer(member) for member in spec.members]
         for trainer in self.trainers:
             if isinstance(trainer.objective, Together):
                 trainer.objective.chain = [other.block for other in self.trainers]
@@ -110,8 +108,9 @@ class _Training:
         self.curve: list[list[tuple[int, float]]] = [[] for _ in self.trainers]
         self.exchange = Exchange(spec.sharing, self.trainers, spec.manifest.seed)
 
-    def _trainer(self, member: Member, corpus: Corpus) -> Trainer:
+    def _trainer(self, member: Member) -> Trainer:
         spec, manifest = self.spec, self.spec.manifest
+        corpus = load_tokens(member.data or spec.data, load_tokenizer("bytes", 256), manifest.model.context)
         number, parts = member.part
         if parts > 1:
             size = len(corpus.train)
@@ -119,7 +118,7 @@ class _Training:
             corpus = replace(corpus, train=rest.split(size // parts)[0])
         order = 0 if spec.switches.same_order else member.block
         batches = TokenStream(corpus, batch=manifest.optimizer.batch, peer=member.walk, block=order, seed=manifest.seed)
-        seed = int.from_bytes(f"{manifest.seed}/{member.block}/{member.walk}".encode()[:7], "big")
+        seed = int.from_bytes(f"{manifest.seed}/{member.block}/{member.walk}".encode()[:7], "big")  # of what the objective draws
         kind = trainer_of(spec.switches)
         trainer = kind(manifest, member.block, batches, self.mover, seed=seed, compile=spec.compile)
         trainer.objective = training_objective(manifest, member.block, spec.switches)
