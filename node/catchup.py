@@ -19,6 +19,7 @@ from blocktrain.protocol.errors import Malformed, NetworkFault, PeerFault
 from blocktrain.protocol.ids import NO_DIGEST, Digest, PeerId, short
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.messages import STATE, Chunk, End, Have, Want
+from blocktrain.protocol.records import MAX_ROUND
 
 MAX_DOWNLOADS_SERVED = 3  # at once; the link is shared with exchanges and sweeps
 BUSY_RETRY_S = 2.0
@@ -92,6 +93,7 @@ async def fetch(
     at_least: int,
     size: int,
     *,
+    at_most: int = MAX_ROUND,
     rng: Random,
     apply: Callable[[Download], Awaitable[Published]],
 ) -> tuple[Published | None, dict[PeerId, Exception]]:
@@ -99,6 +101,7 @@ async def fetch(
 
     Args:
         at_least: the lowest round worth having.
+        at_most: the highest that is believed.
         size: the state's bytes by our own shape.
     Returns: the new published state (None where no donor served), and what went wrong with each donor that failed.
     """
@@ -106,7 +109,7 @@ async def fetch(
     for donor in rng.sample(list(donors), len(donors)):
         try:
             async with asyncio.timeout(limits.STATE_TIMEOUT_S):
-                download = await _from(transport, donor, want, at_least, size)
+                download = await _from(transport, donor, want, (at_least, at_most), size)
             return await apply(download), failed
         except TimeoutError:
             failed[donor] = NetworkFault(f"{short(donor)}: no whole state in {limits.STATE_TIMEOUT_S:.0f} s")
@@ -115,7 +118,8 @@ async def fetch(
     return None, failed
 
 
-async def _from(transport: Transport, donor: PeerId, want: Want, at_least: int, size: int) -> Download:
+async def _from(transport: Transport, donor: PeerId, want: Want, rounds: tuple[int, int], size: int) -> Download:
+    at_least, at_most = rounds
     stream = await transport.open(donor, STATE, timeout_s=limits.OPEN_TIMEOUT_S)
     try:
         await stream.send(want, timeout_s=limits.OPEN_TIMEOUT_S)
@@ -128,6 +132,8 @@ async def _from(transport: Transport, donor: PeerId, want: Want, at_least: int, 
             raise Malformed(f"a state of {have.size} bytes; our block has {size}", donor)
         if have.round < at_least:
             raise NotNow(f"{short(donor)}: its state is of round {have.round}, older than {at_least}")
+        if have.round > at_most:
+            raise Malformed(f"a state of round {have.round}; nobody else is beyond {at_most}", donor)
         payload = bytearray(size)
         filled = 0
         while filled < size:

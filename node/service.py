@@ -263,7 +263,14 @@ class Node:
 
         want = Want(self.manifest.run, self.block, "block", NO_DIGEST)
         published, failed = await fetch(
-            self.parts.transport, want, order.donors, order.round, replica.state_bytes, rng=self._rng, apply=apply
+            self.parts.transport,
+            want,
+            order.donors,
+            order.round,
+            replica.state_bytes,
+            at_most=order.most,
+            rng=self._rng,
+            apply=apply,
         )
         for donor, fault in failed.items():
             if not isinstance(fault, NotNow):

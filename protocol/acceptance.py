@@ -14,6 +14,7 @@ from blocktrain.protocol.errors import PeerFault
 
 MAX_DRIFT_RATIO: Final = 20.0  # their distance from us, over our own drift since the last merge; honest pairs measure 1 … 3
 MIN_DRIFT_SHARE: Final = 0.05  # of the parameter norm: a replica that hardly moved still accepts this much distance
+STATE_MARGIN: Final = 0.5  # nats per token by which a newer state may be worse on our held-out batch: ours may know that text by heart
 FAR_BEHIND_ROUNDS: Final = 50  # a replica further behind than this takes state instead of averaging
 
 
@@ -44,3 +45,17 @@ def judge(measures: Measures, margin: float) -> None:
     before, after = measures.loss_before, measures.loss_after
     if before is not None and after is not None and not after <= before + margin:
         raise PeerFault(f"held-out loss: the merge has {after:.3f}, ours {before:.3f}, margin {margin:g}")
+
+
+def judge_state(finite: bool, loss_before: float | None, loss_after: float | None) -> None:
+    """Accept a downloaded state or say why not. Anybody may announce the newest one, and nothing is known of it but its digest.
+
+    Args:
+        loss_before: of the state that it replaces, on our held-out batch, nats per token.
+        loss_after: of the downloaded one.
+    Raises: PeerFault: the failed check, with its numbers.
+    """
+    if not finite:
+        raise PeerFault("not finite: the state holds NaN or infinity")
+    if loss_before is not None and loss_after is not None and not loss_after <= loss_before + STATE_MARGIN:
+        raise PeerFault(f"held-out loss: the state has {loss_after:.3f}, ours {loss_before:.3f}, margin {STATE_MARGIN:g}")

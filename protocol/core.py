@@ -200,9 +200,10 @@ class Core:
             others = [m.peer for m in self.members.holders(self.block, now, trained_only=True) if m.avoided_s <= 0]
             self._fetching = True
             self._enter("fetching", now)
+            most = round + FAR_BEHIND_ROUNDS
             if self._fetch_tries:  # who announced that round does not give it: what others have is better than nothing
                 round = self.round + 1
-            return [f.Fetch(round, tuple(dict.fromkeys([*donors, *others])))]
+            return [f.Fetch(round, tuple(dict.fromkeys([*donors, *others])), most)]
         if self._own_reads < FIRST_READS:
             return []
         return self._start_training(now)

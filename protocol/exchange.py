@@ -21,6 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
 from blocktrain.protocol.ids import Digest, PeerId
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.messages import Accept, Offer, Outcome
@@ -106,6 +107,8 @@ class Exchange:
             return "an accept for another exchange"
         if accept.codec != offer.codec:
             return f"codec: ours {offer.codec}, theirs {accept.codec}"
+        if abs(accept.round - offer.round) > FAR_BEHIND_ROUNDS:  # the merge would take the larger of the two for its own
+            return f"round: ours {offer.round}, theirs {accept.round}; further apart than averaging allows"
         self.state = "running"
         return ""
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from blocktrain.protocol.exchange import Result
 from blocktrain.protocol.ids import Digest, PeerId
 from blocktrain.protocol.messages import Offer
-from blocktrain.protocol.records import Seen
+from blocktrain.protocol.records import MAX_ROUND, Seen
 
 # ---- facts ----------------------------------------------------------------------------------------------------------------------
 
@@ -141,10 +141,14 @@ class PublishOwn:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Download a published state of at least `round` from one of these donors. Those who announced that very round come first."""
+    """Download a published state of at least `round` from one of these donors. Those who announced that very round come first.
+
+    `most`: a state of a round above it is a tall tale, not to be taken: our own round would become it.
+    """
 
     round: int
     donors: tuple[PeerId, ...]
+    most: int = MAX_ROUND
 
 
 @dataclass(frozen=True)

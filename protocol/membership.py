@@ -170,7 +170,7 @@ class Members:
     def hear(self, block: int, records: Sequence[Seen], now: float) -> None:
         """Take all that one read of a block brought, as `observe` would, when somebody asks about that block.
 
-        Most reads renew what is renewed again before anybody looks: a trainer hardly ever asks who holds the other blocks. So reads wait here,
+        Most reads renew what is renewed again before anybody looks: a trainer hardly ever asks who holds the other blocks. So reads wait,
         a few a block, and the oldest is dropped unlooked at.
         """
         if 0 <= block < self.blocks and records:
@@ -326,8 +326,8 @@ class Members:
     def buckets(self, block: int, now: float) -> int:
         """Over how many DHT keys a block's holders are spread now: the level of buckets.py, a power of two.
 
-        Counted again while it moves, when our knowledge of the block has changed by an eighth, and after a while. As long as nobody looks at
-        what was read, knowledge is judged by the size of the last read.
+        Counted again while it moves, when our knowledge of the block has changed by an eighth, and after a while. As long as nobody looks
+        at what was read, knowledge is judged by the size of the last read.
         """
         level, then, at, moving = self._levels.get(block, (1, 0, -math.inf, True))
         unread = self._unread.get(block)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.protocol.acceptance import MAX_DRIFT_RATIO, MIN_DRIFT_SHARE, Measures, judge
+from blocktrain.protocol.acceptance import MAX_DRIFT_RATIO, MIN_DRIFT_SHARE, STATE_MARGIN, Measures, judge, judge_state
 from blocktrain.protocol.errors import PeerFault
 
 HONEST = Measures(finite=True, own_norm=100.0, distance=2.0, drift=1.0, loss_before=2.0, loss_after=1.95)
@@ -65,3 +65,12 @@ def test_what_is_accepted_is_within_bounds_whatever_was_measured(distance: float
         return
     assert distance <= max(MAX_DRIFT_RATIO * drift, MIN_DRIFT_SHARE * HONEST.own_norm)
     assert loss_after <= 2.02
+
+
+def test_a_downloaded_state_is_judged_by_what_it_does_on_our_text() -> None:
+    judge_state(True, 5.0, 2.0)
+    judge_state(True, 2.0, 2.0 + STATE_MARGIN)
+    judge_state(True, None, 2.0)
+    for finite, before, after in ((False, 5.0, 2.0), (True, 2.0, 2.1 + STATE_MARGIN), (True, 5.0, NAN), (True, 5.0, INF)):
+        with pytest.raises(PeerFault):
+            judge_state(finite, before, after)

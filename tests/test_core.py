@@ -7,6 +7,7 @@ from random import Random
 
 from blocktrain.protocol import buckets
 from blocktrain.protocol import facts as f
+from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
 from blocktrain.protocol.core import FETCH_WHEN_BEHIND, Core, Settings
 from blocktrain.protocol.exchange import Result
 from blocktrain.protocol.ids import Digest, PeerId, peer_id_of_key
@@ -90,6 +91,14 @@ def test_a_fresh_joiner_downloads_from_any_trained_replica_and_trains_after() ->
     core.handle(f.Published(5, Digest(b"e" * 32)), T0 + 2)
     assert "Train" in kinds(core.handle(f.FetchEnded(""), T0 + 2))
     assert (core.round, core.counters.fetched) == (5, 1)
+
+
+def test_a_download_names_the_highest_round_that_is_believed() -> None:
+    core = node()
+    core.handle(f.Began(0, Digest(b"d" * 32), fresh=True), T0)
+    fetch = only(core.handle(f.Saw(0, (seen(LOW), seen(HIGH), seen(OTHER, round=10**6))), T0 + 0.1), f.Fetch)
+    assert isinstance(fetch, f.Fetch)
+    assert (fetch.round, fetch.most) == (5, 5 + FAR_BEHIND_ROUNDS)
 
 
 def test_an_untrained_replica_is_no_donor() -> None:

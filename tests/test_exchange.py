@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
 from blocktrain.protocol.exchange import MAX_WEIGHT_ROUNDS, Exchange, merged_round, offer_stands, shares
 from blocktrain.protocol.ids import Digest, PeerId
 from blocktrain.protocol.messages import Accept, Offer, Outcome
@@ -69,6 +70,12 @@ def test_a_decline_carries_its_reason() -> None:
 def test_an_accept_for_another_exchange_or_codec_is_wrong() -> None:
     assert mine().accepted(Accept(b"y" * 16, 4, 1.0, b"e" * 32, 8, "bf16"), OFFER)
     assert "codec" in mine().accepted(Accept(ID, 4, 1.0, b"e" * 32, 8, "int8"), OFFER)
+
+
+def test_an_accept_that_tells_a_tall_tale_about_its_round_is_wrong() -> None:
+    far = OFFER.round + FAR_BEHIND_ROUNDS
+    assert mine().accepted(Accept(ID, far, 1.0, b"e" * 32, 8, "bf16"), OFFER) == ""
+    assert "round" in mine().accepted(Accept(ID, far + 1, 1.0, b"e" * 32, 8, "bf16"), OFFER)
 
 
 def test_the_first_end_stands() -> None:

@@ -30,7 +30,7 @@ from blocktrain.node.compute.objective import objective_of
 from blocktrain.node.compute.thread import TrainingThread
 from blocktrain.node.compute.trainer import Batches, Frozen, Tensors, Trainer, TrainingFailed, one_line
 from blocktrain.node.ports import Buffer, Progress, Published, Snapshot, Terms, Trial
-from blocktrain.protocol.acceptance import Measures
+from blocktrain.protocol.acceptance import Measures, judge_state
 from blocktrain.protocol.errors import BlocktrainError, NetworkFault, PeerFault
 from blocktrain.protocol.exchange import merged_round, shares, tokens_per_round
 from blocktrain.protocol.ids import NO_DIGEST, Digest
@@ -312,9 +312,10 @@ class TorchReplica:
             if flat.digest(payload) != digest:
                 raise PeerFault("the state does not have the digest that was announced")
             state = flat.from_bytes(payload, self._size)
-            if not np.isfinite(flat.norm(state)):
-                raise PeerFault("not finite: the state holds NaN or infinity")
-            return state, self._mover.to_device(state), self._measure(state)
+            finite = bool(np.isfinite(flat.norm(state)))
+            heldout = self._measure(state) if finite else None
+            judge_state(finite, self._measure(self._state[1]), heldout)
+            return state, self._mover.to_device(state), heldout
 
         state, parcel, heldout = await self._work(check)
 
