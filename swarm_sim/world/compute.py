@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from blocktrain.protocol.acceptance import Measures
+from blocktrain.protocol.acceptance import Measures, judge_state
+from blocktrain.protocol.errors import PeerFault
 from blocktrain.protocol.exchange import merged_round, shares
 from blocktrain.protocol.ids import NO_DIGEST, Digest
 
@@ -166,7 +167,12 @@ class Toy:
 
     def load(self, payload: bytes, round: int, digest: Digest) -> bool:
         """Take a downloaded state, if it is whole, a number, and not older. Raises nothing: False is "the donor's fault"."""
-        if len(payload) != len(self.payload) or digest_of(payload) != digest or not math.isfinite(math.hypot(*unpack(payload))):
+        if len(payload) != len(self.payload) or digest_of(payload) != digest:
+            return False
+        state = unpack(payload)
+        try:
+            judge_state(math.isfinite(math.hypot(*state)), self._held_out(unpack(self.payload)), self._held_out(state))
+        except PeerFault:
             return False
         if replaces(round, self.round):
             self._generation += 1

@@ -72,6 +72,9 @@ def _asked(donor: Node, node: Node, epoch: int, download: Download) -> None:
     payload, digest = compute.payload, compute.digest
     if donor.who.lies:
         payload, digest = talk.corrupt(donor.who.lies, payload, digest)
+    if round > download.order.most:
+        node.later(way_s, _failed, node, download, donor.peer, f"a state of round {round}; nobody else is beyond {download.order.most}", True)
+        return
     donor.serving += 1
     host = world.network.hosts[donor.number]
     host.flows += 1

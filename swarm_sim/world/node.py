@@ -206,13 +206,13 @@ class Node:
         if wake < self._tick_at:
             self._tick_at = wake
             queue = self.world.queue
-            queue.at(max(queue.now + MIN_TICK_S, self.clock.true(wake)), self, self._tick, wake)
+            queue.at(max(queue.now + MIN_TICK_S, self.clock.true(wake) + 1e-5), self, self._tick, wake)
 
     def _tick(self, planned: float) -> None:
         if planned != self._tick_at:
             return  # an earlier one took its place
         self._tick_at = float("inf")
-        if self.read_clock() >= self.core.wake_at() - 1e-6:
+        if self.read_clock() >= self.core.wake_at():
             self.tell(f.Tick())
         else:
             self._plan_tick()

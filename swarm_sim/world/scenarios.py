@@ -156,9 +156,9 @@ def bootstrap_gone(n: int, rng: Random) -> Plan:
 
 
 def clock_skew(n: int, rng: Random) -> Plan:
-    """Clocks are off by up to eight seconds, and drift by up to a second in three hours."""
+    """Clocks are off by up to four seconds (two of them by what a node still accepts), and drift by up to a second in three hours."""
     blocks = _blocks(n)
-    people = [replace(p, skew_s=rng.uniform(-8, 8), drift=rng.uniform(-1e-4, 1e-4)) for p in _people(n, rng, blocks)]
+    people = [replace(p, skew_s=rng.uniform(-4, 4), drift=rng.uniform(-1e-4, 1e-4)) for p in _people(n, rng, blocks)]
     return _plan(people, _starts(n, rng, 30.0), blocks)
 
 

@@ -155,7 +155,9 @@ def _answered(side: Side, message: Offer, answer: f.Take | f.Refuse) -> None:
     terms = theirs.terms()
     accept = Accept(side.exchange.id, terms.round, terms.weight, terms.digest, message.size, message.codec)
     wrong = side.exchange.accepted(accept, message)
-    assert not wrong, wrong
+    if wrong:
+        _end(side, side.exchange.refused(wrong, offence=True))
+        return
     side.stage = "swapping"
     node.tell(f.Answered(side.exchange.id))
     _swap(side, theirs)
