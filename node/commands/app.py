@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 from cyclopts import App
 
@@ -16,6 +16,7 @@ from blocktrain.node.commands.generate_cmd import chat_, generate_
 from blocktrain.node.commands.node_cmd import node_
 from blocktrain.node.commands.settings import Settings
 from blocktrain.node.commands.status_cmd import status_
+from blocktrain.node.runtime import leave
 
 HELP: Final = "Train and serve a language model together, each computer holding one block of it, with no coordinator."
 NODE_HELP: Final = "Hold one block of a run: train it, average it with its other holders, and serve it."
@@ -52,3 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def node_main(argv: Sequence[str] | None = None) -> int:
     return frame.run(blocktrain_node(), argv)
+
+
+def script() -> NoReturn:
+    """The console program `blocktrain`: a process ends with its last line, without taking the interpreter apart (runtime.leave)."""
+    leave(main())
+
+
+def node_script() -> NoReturn:
+    """The console program `blocktrain-node`."""
+    leave(node_main())
