@@ -82,7 +82,7 @@ class SwarmChain:
         route: str = "auto",
     ) -> None:
         self._transport = transport
-        self._manifest = manifest
+        self.manifest = manifest
         self._shape = sweep.Shape.of(manifest)
         self._members = members
         self._look = look
@@ -97,7 +97,7 @@ class SwarmChain:
         self.report = Report()
 
     async def __aenter__(self) -> SwarmChain:
-        self._chain = chains.plan(self._members, self._manifest.blocks, self._clock(), self._rng, require_all=self._require_all)
+        self._chain = chains.plan(self._members, self.manifest.blocks, self._clock(), self._rng, require_all=self._require_all)
         self.report.missing = list(self._chain.missing)
         return self
 
@@ -139,7 +139,7 @@ class SwarmChain:
         before = {block: bytes.fromhex(digest) for block, _, _, digest in self.report.peers}
         session = await Session.open(
             self._transport,
-            self._manifest,
+            self.manifest,
             [replace(hop, digest=before.get(hop.block, NO_DIGEST)) for hop in self.chain.hops],
             self._rng.randbytes(16),
             linked=route == "chain",

@@ -19,8 +19,8 @@ from blocktrain.node.client import Decode
 from blocktrain.node.compute.evaluation import ChainLoss
 from blocktrain.node.compute.generation import Request, TextSweep
 from blocktrain.node.compute.model import Block
-from blocktrain.node.compute.serving import load_block
 from blocktrain.node.compute.takehome import OfflineModel
+from blocktrain.node.compute.worker import load_block
 from blocktrain.node.config import GatewayConfig
 from blocktrain.node.ports import Published
 from blocktrain.node.runtime import Runtime

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from blocktrain.node.compute.model import MAX_WINDOW, Block
 from blocktrain.node.compute import serving
-from blocktrain.node.compute.serving import KEPT_STATES, PINNED_STATES, TorchServer, Worker, load_block
+from blocktrain.node.compute.model import MAX_WINDOW, Block
+from blocktrain.node.compute.serving import KEPT_STATES, PINNED_STATES, TorchServer
+from blocktrain.node.compute.worker import Worker, load_block
 from blocktrain.node.ports import Busy, Published, UnknownState
 from blocktrain.protocol import sweep
 from blocktrain.protocol.errors import Malformed, PeerFault
@@ -264,13 +266,13 @@ async def test_a_server_answers_as_the_block_whose_bytes_it_was_given(server: To
 
 async def test_the_thread_works_and_the_loop_does_not(server: TorchServer, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: set[str] = set()
-    inner = Worker.step
+    inner = Worker.steps
 
     def watched(self: Worker, *args: object) -> object:
         threads.add(threading.current_thread().name)
         return inner(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Worker, "step", watched)
+    monkeypatch.setattr(Worker, "steps", watched)
     await server.open(b"one", NO_DIGEST)
     await asyncio.gather(*(server.step(b"one", text_step(TEXT[:8], draft=4, want=5), memoryview(b"")) for _ in range(3)))
     assert threads == {"serve_0"}
@@ -390,3 +392,54 @@ async def test_a_client_that_gives_up_waiting_takes_nothing_with_it(server: Torc
     with pytest.raises(asyncio.CancelledError):
         await given_up
     assert len(await first_row(server, b"one")) == ROW
+
+
+# ---- several sessions at once ----------------------------------------------------------------------------------------------------------
+
+
+def rows_of(result: tuple[Step, bytes]) -> np.ndarray:  # type: ignore[type-arg]
+    return np.frombuffer(result[1], np.float16).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", [{"want": 1}, {"want": 5}, {"want": 4, "draft": 3}])
+async def test_sessions_that_step_together_get_what_they_would_get_alone(server: TorchServer, kind: dict[str, int]) -> None:
+    passes: list[int] = []
+    inner = Worker.steps
+
+    def watched(self: Worker, jobs: Sequence[object]) -> object:
+        passes.append(len(jobs))
+        return inner(self, jobs)  # type: ignore[arg-type]
+
+    names = (b"one", b"two", b"three")
+    for name in names:
+        await server.open(name, NO_DIGEST)
+    starts = {name: text_step(TEXT[: 4 + 3 * number]) for number, name in enumerate(names)}  # at different places
+    expected = {}
+    alone = Worker(MANIFEST, some_block(0))
+    for name in names:
+        cache = alone.cache()
+        alone.step(cache, starts[name], b"")
+        expected[name] = alone.step(cache, text_step(b"water", position=cache.length, **kind), b"")
+        await server.step(name, starts[name], memoryview(b""))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Worker, "steps", watched)
+        steps = (text_step(b"water", position=len(starts[name].tokens), **kind) for name in names)
+        held = asyncio.get_running_loop().run_in_executor(server._thread, time.sleep, 0.05)  # so that all of them wait
+        got = await asyncio.gather(*(server.step(name, step, memoryview(b"")) for name, step in zip(names, steps, strict=True)))
+        await held
+    assert passes == [3], "one pass for all"
+    for name, result in zip(names, got, strict=True):
+        assert result[0].tokens == expected[name][0].tokens
+        assert np.allclose(rows_of(result), rows_of(expected[name]), atol=0.02), "up to a last bit of fp16"
+
+
+async def test_in_a_pass_for_several_a_malformed_step_fails_alone(server: TorchServer) -> None:
+    for name in (b"one", b"two"):
+        await server.open(name, NO_DIGEST)
+    good, bad = text_step(TEXT[:5]), text_step(TEXT[:5], position=3)
+    results = await asyncio.gather(
+        server.step(b"one", good, memoryview(b"")), server.step(b"two", bad, memoryview(b"")), return_exceptions=True
+    )
+    assert isinstance(results[0], tuple)
+    assert isinstance(results[1], Malformed)
+    assert await server.step(b"two", good, memoryview(b""))

@@ -265,11 +265,11 @@ async def test_a_client_that_dies_leaves_no_session(world: World) -> None:
 async def test_a_long_text_outlives_the_idle_time_of_the_holders_behind_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """They hear nothing from the client itself while it is served."""
     world = World()
-    await world.add(*A, idle_s=0.4)
-    monkeypatch.setattr(limits, "HOP_TIMEOUT_S", 0.1)
+    await world.add(*A, idle_s=0.5)
+    monkeypatch.setattr(limits, "HOP_TIMEOUT_S", 1.0)
     async with world.chain(route="chain") as chain:
         loop = asyncio.get_running_loop()
-        until = loop.time() + 1.2
+        until = loop.time() + 2.0
         await chain.traverse(Step(0, 0, 1, 1, b"The river"))
         sequence = 0
         while loop.time() < until:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from blocktrain.node.compute.model import Block
-from blocktrain.node.compute.serving import Worker
+from blocktrain.node.compute.worker import Worker
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.messages import Scored, Step
 from blocktrain.protocol.sweep import scored

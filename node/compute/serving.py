@@ -1,10 +1,8 @@
 """The published state at work: one thread that does a block's part of sweeps, with weights of its own (design §4, §6).
 
-`Worker` is one block with fixed weights and does a step in whichever thread calls it. `TorchServer` is the port that a node has: it keeps
-the last few published states, sessions pinned to them, and one thread, so that neither a training step nor the event loop delays a
-sweep, and no weight is read in mid-update. States are kept as bytes and become a block when the first session needs them.
-
-Shapes: R rows, W wanted positions, V vocabulary, U unknown positions, D width.
+`TorchServer` is the port that a node has: it keeps the last few published states, sessions pinned to them, and one thread, so that
+neither a training step nor the event loop delays a sweep, and no weight is read in mid-update. States are kept as bytes and become a block
+(worker.py) when the first session needs them. Steps that wait at the same time are done together where they are alike.
 """
 
 from __future__ import annotations
@@ -13,25 +11,20 @@ import asyncio
 import contextlib
 import copy
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
-import numpy as np
-import torch
-
-from blocktrain.node.compute.flat import Flat, from_bytes
-from blocktrain.node.compute.model import Block, Cache, Noisy
-from blocktrain.node.compute.objective import objective_of
-from blocktrain.node.compute.sampling import Floats, Half, distribution, draw, noise, to_half
-from blocktrain.node.ports import Buffer, Busy, Published, UnknownState
+from blocktrain.node.compute.model import Block, Cache
+from blocktrain.node.compute.worker import Job, Worker, load_block
+from blocktrain.node.ports import Busy, Published, UnknownState
 from blocktrain.protocol import limits
 from blocktrain.protocol.errors import PeerFault
 from blocktrain.protocol.ids import NO_DIGEST, Digest
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.messages import Step
-from blocktrain.protocol.sweep import DRAW, Sampling, Shape, Work, check_step, pack_tokens, uniform
 
 T = TypeVar("T")
 
@@ -40,122 +33,7 @@ PINNED_STATES: Final = 16  # further ones, older, while sessions are pinned to t
 STATES_BYTES: Final = 1024**3  # of all of them together, the newest two excepted
 CACHE_BYTES: Final = 512 * 1024**2  # of all sessions together
 BUSY_RETRY_S: Final = 2.0  # sessions are short: a place is likely free by then
-_HALF_MAX: Final = 65504.0
-
-
-class Worker:
-    """One block of a run with fixed weights, and its part in traversals. Not for two threads at once."""
-
-    def __init__(self, manifest: Manifest, block: Block) -> None:
-        self.block = block
-        self.shape = Shape.of(manifest)
-        self._manifest = manifest
-        self._objective = objective_of(manifest, block.block)
-        self._device = block.embedding.device
-        self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # a sweep does not queue behind training
-
-    def cache(self) -> Cache:
-        with torch.inference_mode():
-            return Cache(self.block)
-
-    def step(self, cache: Cache, step: Step, body: Buffer) -> tuple[Step, bytes]:
-        """The step and the body for the next holder; the cache then holds the step's known and drafted tokens.
-
-        Raises: Malformed, PeerFault: what does not fit; the cache is as it was.
-        """
-        began = time.perf_counter()
-        work = check_step(step, len(body), self.shape, block=self.block.block, cached=cache.length)
-        before = _incoming(step, work, body, self.shape)
-        stream = torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
-        with torch.inference_mode(), stream:
-            if step.rows == 1:
-                cache.truncate(step.position)
-            if work.unknown:
-                own, tail = self._window(cache, step, work, before)
-                drafted: list[int] = []
-            elif step.draft:
-                own, drafted = self._draft(cache, step, work)
-                tail = own[-work.draft_rows :].tobytes()
-            else:
-                own = self._scores(work.tokens, step.want, cache if step.rows == 1 else None, rows=step.rows)
-                tail, drafted = bytes(body[work.score_bytes :]), []
-        total = own if before is None else (before[: own.size].reshape(own.shape).astype(np.float32) + own).astype(np.float16)
-        onward = replace(
-            step,
-            tokens=step.tokens + pack_tokens(drafted, self.shape),
-            draft=0,
-            drafted=step.drafted + len(drafted),
-            blocks=(*step.blocks, self.block.block),
-            compute_s=step.compute_s + time.perf_counter() - began,
-        )
-        return onward, total.tobytes() + tail
-
-    def _scores(self, tokens: list[int], want: int, cache: Cache | None, *, rows: int = 1, noisy: Noisy | None = None) -> Half:
-        """This block's log-probabilities at the last `want` positions, [R x W, V]."""
-        tokens_RN = torch.tensor(tokens, dtype=torch.int64, device=self._device).view(rows, -1)
-        scores = self._objective.contribute(self.block, tokens_RN, cache, noisy, want)
-        values: Floats = scores.view(rows * want, self.shape.vocabulary).cpu().numpy()
-        return to_half(values)
-
-    def _draft(self, cache: Cache, step: Step, work: Work) -> tuple[Half, list[int]]:
-        """Extend the text by `step.draft` tokens of this block alone; its log-probabilities [W, V], and the tokens."""
-        sampling = Sampling(step.temperature, step.top_k, step.top_p)
-        rows = [self._scores(work.tokens, step.want - step.draft, cache)]
-        drafted: list[int] = []
-        for _ in range(step.draft):
-            chance = uniform(step.seed, cache.length, DRAW)  # the token's own position: the next one
-            drafted.append(draw(distribution(rows[-1][-1], sampling), chance))
-            rows.append(self._scores(drafted[-1:], 1, cache))
-        return np.concatenate(rows), drafted
-
-    def _window(self, cache: Cache, step: Step, work: Work, before: Half | None) -> tuple[Half, bytes]:
-        """Score a window with unknown positions and move their z on: the log-probabilities [W, V], and z as it travels.
-
-        z arrives at the σ where the holder before left it and goes to the low end of our interval, in `substeps` Euler steps of equal
-        ratio: D = Σ p(token) · Y[token], z ← z + (σ' - σ)(z - D)/σ (recipe §2). After a missing block σ is higher than our
-        interval; the evidence of z is exact there too. The scores are those of the last sub-step.
-        """
-        low = self._manifest.sigma_interval(self.block.block)[0]
-        sigma = min((self._manifest.sigma_interval(block)[0] for block in step.blocks), default=self._manifest.noise.sigma_high)
-        if before is None:
-            first = step.position + work.length
-            z_UD = np.stack([noise(step.seed, first + index, self.shape.width) for index in range(work.unknown)]) * np.float32(sigma)
-        else:
-            z_UD = before[step.want * self.shape.vocabulary :].reshape(work.unknown, -1).astype(np.float32)
-        z = torch.from_numpy(z_UD).to(self._device)[None]
-        tokens = work.tokens
-        known = step.position + work.length
-        ratio = min(1.0, low / sigma) ** (1 / step.substeps)
-        for left in reversed(range(step.substeps)):
-            noisy = Noisy.tail(z, sigma, len(tokens) + work.unknown)
-            rows = self._scores([*tokens, *[0] * work.unknown], step.want, cache, noisy=noisy)
-            expected = torch.from_numpy(rows[1:].astype(np.float32)).to(self._device).softmax(-1) @ self.block.targets
-            z = z + (ratio - 1) * (z - expected)  # (σ' - σ)/σ
-            sigma *= ratio
-            cache.truncate(known - 1 if left else known)  # no noisy position stays; the next pass needs the last known token in it
-            tokens = tokens[-1:]
-        return rows, z[0].clamp(-_HALF_MAX, _HALF_MAX).half().cpu().numpy().tobytes()
-
-
-def _incoming(step: Step, work: Work, body: Buffer, shape: Shape) -> Half | None:
-    """The body as numbers, None at the first holder.
-
-    Raises: PeerFault: sums that cannot be log-probabilities, or a z that is not finite.
-    """
-    if not step.blocks:
-        return None
-    values: Half = np.frombuffer(body, dtype="<f2")
-    scores = values[: work.score_bytes // 2]
-    if scores.size and not (scores.max() <= 0 and scores.min() >= -_HALF_MAX):  # NaN fails both
-        raise PeerFault("the accumulator does not hold log-probabilities")
-    if work.unknown and not np.isfinite(values[scores.size :]).all():
-        raise PeerFault("z is not finite")
-    return values
-
-
-# ---- the port -------------------------------------------------------------------------------------------------------------------
+MAX_BATCH: Final = 16  # steps in one pass
 
 
 @dataclass(eq=False)
@@ -176,6 +54,29 @@ class _Session:
     used_at: float
     cache: Cache | None = None  # made in the thread; none before `open` is through
     steps: int = 0  # in the thread or waiting for it
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A step on its way into the thread, and its result on the way back."""
+
+    state: _State
+    job: Job
+    result: asyncio.Future[tuple[Step, bytes]]
+
+    def settle(self, result: tuple[Step, bytes] | BaseException) -> None:
+        """From any thread."""
+
+        def settled() -> None:
+            if self.result.done():
+                return
+            if isinstance(result, BaseException):
+                self.result.set_exception(result)
+            else:
+                self.result.set_result(result)
+
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
+            self.result.get_loop().call_soon_threadsafe(settled)
 
 
 class TorchServer:
@@ -201,6 +102,7 @@ class TorchServer:
         self._sessions: dict[bytes, _Session] = {}
         self._template: Block | None = None  # thread only: states become copies of it
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="serve")
+        self._waiting: deque[_Waiting] = deque()
         self._stopped = False
 
     def refresh(self, published: Published, state: memoryview) -> None:
@@ -242,10 +144,12 @@ class TorchServer:
         found = self._sessions.get(session)
         if found is None or found.cache is None:
             raise UnknownState("that session is not open here (any more)")
-        cache = found.cache
+        waiting = _Waiting(found.state, Job(found.cache, step, body), asyncio.get_running_loop().create_future())
         found.steps += 1
+        self._waiting.append(waiting)
         try:
-            return await self._run(lambda: self._worker(found.state).step(cache, step, body))
+            await self._run(self._drain)  # one call a step: whichever comes first does all that wait
+            return await waiting.result
         finally:
             found.steps -= 1
             found.used_at = self._clock()
@@ -264,6 +168,8 @@ class TorchServer:
         """Let the step in hand end, give up those that wait, and free everything."""
         self._stopped = True
         await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
+        while self._waiting:
+            self._waiting.popleft().settle(UnknownState("the node is stopping"))
         self._sessions.clear()
         self._states.clear()
 
@@ -295,6 +201,31 @@ class TorchServer:
             state.worker = Worker(self._manifest, load_block(copy.deepcopy(self._template), state.payload))
         return state.worker
 
+    def _drain(self) -> None:
+        """In the thread: do all steps that wait, those of one kind together. Steps of one session keep their order."""
+        todo: list[_Waiting] = []
+        while self._waiting:
+            todo.append(self._waiting.popleft())
+        while todo:
+            head, *others = todo
+            worker, kind, caches = self._worker(head.state), head.job.kind(), {id(head.job.cache)}
+            batch, todo = [head], []
+            for other in others:
+                free = id(other.job.cache) not in caches
+                caches.add(id(other.job.cache))
+                if free and worker.batches and len(batch) < MAX_BATCH and other.state is head.state and other.job.kind() == kind:
+                    batch.append(other)
+                else:
+                    todo.append(other)
+            batch = [one for one in batch if not one.result.cancelled()]
+            if batch:
+                try:
+                    results: list[tuple[Step, bytes] | BaseException] = [*worker.steps([one.job for one in batch])]
+                except BaseException as error:  # a bug, or memory: it belongs to whoever asked
+                    results = [error] * len(batch)
+                for one, result in zip(batch, results, strict=True):
+                    one.settle(result)
+
     async def _run(self, work: Callable[[], T]) -> T:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -307,10 +238,3 @@ class TorchServer:
             if self._stopped:
                 raise UnknownState("the node is stopping") from None
             raise
-
-
-def load_block(block: Block, payload: Buffer) -> Block:
-    """Put a published state's bytes into a block, and return it. Raises: PeerFault: another size than the block's."""
-    flat = Flat(block)
-    flat.data.copy_(from_bytes(payload, flat.size))
-    return block

@@ -22,7 +22,7 @@ from blocktrain.node.compute.evaluation import ChainLoss, chain_loss
 from blocktrain.node.compute.generation import Request, TextSweep
 from blocktrain.node.compute.model import Block
 from blocktrain.node.compute.offline import OfflineChain
-from blocktrain.node.compute.serving import load_block
+from blocktrain.node.compute.worker import load_block
 from blocktrain.node.ports import Buffer, Published
 from blocktrain.node.traversal import Report
 from blocktrain.protocol import manifest as manifests
