@@ -12,6 +12,7 @@ import contextlib
 import logging
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -22,6 +23,7 @@ from blocktrain.node.config import NodeConfig
 from blocktrain.node.network import Net, open_network
 from blocktrain.node.placing import look
 from blocktrain.node.planning import AGENT, Plan, make_plan, settings_for
+from blocktrain.node.reachability import Reachability, Witness
 from blocktrain.node.runtime import Runtime
 from blocktrain.node.service import Node, Parts
 from blocktrain.node.snapshot import Clocks, Static, build
@@ -30,7 +32,7 @@ from blocktrain.node.store import Store
 from blocktrain.node.talk import Talk
 from blocktrain.protocol.errors import Unreachable
 from blocktrain.protocol.handshake import Greeting
-from blocktrain.protocol.ids import short
+from blocktrain.protocol.ids import PeerId, short
 from blocktrain.protocol.placement import Mover
 
 if TYPE_CHECKING:
@@ -112,6 +114,10 @@ async def _open(config: NodeConfig, plan: Plan, runtime: Runtime) -> AsyncIterat
         stack.push_async_callback(prepared.replica.stop)
         server = prepared.start()
         stack.push_async_callback(server.stop)
+
+        def others() -> list[PeerId]:
+            return [member.peer for member in node.core.everybody(runtime.clock()) if not member.avoided_s]
+
         static = Static(
             name=config.name or short(who.peer_id),
             device=prepared.device,
@@ -119,6 +125,7 @@ async def _open(config: NodeConfig, plan: Plan, runtime: Runtime) -> AsyncIterat
             store=store,
             net=net,
             clocks=clocks,
+            reachability=Reachability(net.transport, net.directory.addresses, others, runtime.rng),
             started_at=runtime.clock(),
             fresh=prepared.fresh,
         )
@@ -126,7 +133,8 @@ async def _open(config: NodeConfig, plan: Plan, runtime: Runtime) -> AsyncIterat
         def status_json() -> str:
             return build(node, static, runtime.clock()).to_json()
 
-        parts = Parts(net.transport, net.directory, prepared.replica, server)
+        witness = Witness(net.libp2p.seen_at, time.monotonic)
+        parts = Parts(net.transport, net.directory, prepared.replica, server, witness.answer)
         node = Node(config, manifest, block, parts, clock=runtime.clock, rng=runtime.rng, status_json=status_json)
         yield node, static
 
@@ -187,6 +195,7 @@ async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> Pla
         asyncio.create_task(fail(_daemon_died(static.net))),
         asyncio.create_task(_checkpoints(node, static)),
         asyncio.create_task(_keep_known(node, static)),
+        asyncio.create_task(static.reachability.keep()),
     ]
     if node.config.training.may_move:
 
@@ -200,7 +209,8 @@ async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> Pla
     try:
         await node.run(stop, fresh=static.fresh)
         log.debug("left the swarm")
-        if not end and (node.parts.replica.published().round or node.parts.replica.progress().steps):
+        sound = not end or isinstance(end[0], Unreachable)  # a lost daemon is no reason to lose what was trained
+        if sound and (node.parts.replica.published().round or node.parts.replica.progress().steps):
             await node.parts.replica.save()
         _remember(node, static)
         log.debug("saved")

@@ -11,11 +11,12 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,13 @@ class Program:
             assert time.monotonic() < end, f"not within {deadline_s:g} s; it says {status} and {self.talk()}"
             time.sleep(0.05)
 
+    def wait_talk(self, words: str, deadline_s: float = WAIT_S) -> None:
+        """Wait until it has said these words, or has ended."""
+        end = time.monotonic() + deadline_s
+        while words not in self.talk() and self.process.poll() is None:
+            assert time.monotonic() < end, f"it does not say {words!r}: {self.talk()}"
+            time.sleep(0.01)
+
     def up(self) -> str:
         """Wait until it trains; its address."""
         status = self.wait(lambda status: status["phase"] == "training" and status["addresses"])
@@ -270,15 +278,19 @@ class Program:
         """Wait for its end; the exit code."""
         return self.process.wait(deadline_s)
 
-    def left(self, deadline_s: float = 10.0) -> list[object]:
-        """What it left behind, after a moment's grace: children that still run, sockets."""
+    def running(self, deadline_s: float = 10.0) -> list[psutil.Process]:
+        """Its children that still run, after a moment's grace."""
         end = time.monotonic() + deadline_s
         while True:
             children = [child for child in self.daemons() if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-            left = [*children, *Path("/tmp").glob(f"hivemind-blocktrain-{self.pid}-*.sock")]
-            if not left or time.monotonic() > end:
-                return left
+            if not children or time.monotonic() > end:
+                return children
             time.sleep(0.05)
+
+    def left(self) -> list[object]:
+        """What it left behind: children that still run, sockets, its status file."""
+        sockets = Path("/tmp").glob(f"hivemind-blocktrain-{self.pid}-*.sock")
+        return [*self.running(), *sockets, *self.out.parent.glob(f"runtime/node-{self.pid}*")]
 
 
 class Programs:
@@ -328,3 +340,22 @@ class Programs:
             for daemon in daemons:
                 with contextlib.suppress(psutil.Error):
                     daemon.kill()
+
+
+@contextlib.contextmanager
+def stock_bootstrap() -> Iterator[str]:
+    """A `hivemind-dht` process as hivemind ships it, which knows nothing of us; its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hivemind.hivemind_cli.run_dht", "--host_maddrs", "/ip4/127.0.0.1/tcp/0"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if found := re.search(r"(/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)", line):
+                yield found[1]
+                return
+        raise AssertionError("hivemind-dht ended before it said its address")
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # its own session: the DHT's process and daemon go with it
+        process.communicate()
