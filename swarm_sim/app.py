@@ -58,6 +58,17 @@ class BenchOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """What the bench of sweeps has beyond that."""
+
+    rtt_ms: Annotated[str, Parameter(help="Round trip times between all processes, in milliseconds, with commas between them.")] = (
+        "0,20,50,100"
+    )
+    blocks: Annotated[str, Parameter(help="How many blocks a chain has; several with commas between them.")] = "3,6"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class LabOptions:
     """What the benches of the learning recipe have beyond that."""
 
@@ -142,19 +153,46 @@ def _split(options: BenchOptions) -> BenchOptions:
     return replace(options, parts=tuple(part for parts in options.parts for part in parts.split(",") if part))
 
 
+def bench_sweep(options: BenchOptions = BenchOptions(), sweep: SweepOptions = SweepOptions()) -> int:
+    """How fast a chain of real processes writes: three ways, two routes, with a network between them; and how well.
+
+    Trained weights are kept in the user's cache.
+    """
+    from blocktrain.swarm_sim import bench_sweep as sweeps
+    from blocktrain.swarm_sim import benches
+
+    return benches.command(sweeps.bench(sweeps.plan(sweep.rtt_ms, sweep.blocks)), options)
+
+
 def bench_all(options: BenchOptions = BenchOptions()) -> int:
     """Every bench, one after the other. Keys of the JSON begin with the bench's name and a dot."""
     from blocktrain.swarm_sim import bench_quality as quality
     from blocktrain.swarm_sim import bench_step as step
+    from blocktrain.swarm_sim import bench_sweep as sweeps
     from blocktrain.swarm_sim import benches
     from blocktrain.swarm_sim.bench_node import BENCH
 
     if options.parts:
         raise UsageError("--parts chooses among the parts of one bench: name it instead of `all`")
-    return benches.commands([BENCH, step.bench(None), quality.bench(quality.Settings())], options)
+    return benches.commands(
+        [
+            BENCH,
+            step.bench(None),
+            quality.bench(quality.Settings()),
+            sweeps.bench(sweeps.plan(SweepOptions().rtt_ms, SweepOptions().blocks)),
+        ],
+        options,
+    )
 
 
-BENCHES: Final = {"node": bench_node, "quality": bench_quality, "ideas": bench_ideas, "step": bench_step, "all": bench_all}
+BENCHES: Final = {
+    "node": bench_node,
+    "quality": bench_quality,
+    "ideas": bench_ideas,
+    "step": bench_step,
+    "sweep": bench_sweep,
+    "all": bench_all,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
