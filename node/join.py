@@ -8,8 +8,9 @@ side of them, answering `Ask` on the info stream, stands here too, so that the a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from blocktrain.node.ports import Directory, Stream, Transport
 from blocktrain.protocol import limits
@@ -18,6 +19,8 @@ from blocktrain.protocol.ids import PeerId, RunId, run_name, short
 from blocktrain.protocol.manifest import Manifest, from_bytes
 from blocktrain.protocol.messages import INFO, Answer, Ask, End
 from blocktrain.protocol.records import RunRecord
+
+DialBack: TypeAlias = Callable[[PeerId, Sequence[str]], Awaitable[bytes]]
 
 READ_TIMEOUT_S = 5.0
 RETRY_S = 0.5
@@ -123,11 +126,12 @@ async def ask(transport: Transport, peer: PeerId, what: str, *, timeout_s: float
 
 
 class Info:
-    """Answers `Ask`: the manifest, our status as JSON, a ping."""
+    """Answers `Ask`: the manifest, our status as JSON, a ping, and whether we can dial who asks."""
 
-    def __init__(self, manifest: Manifest, status_json: Callable[[], str]) -> None:
+    def __init__(self, manifest: Manifest, status_json: Callable[[], str], dial_back: DialBack | None = None) -> None:
         self._manifest = manifest.to_bytes()
         self._status_json = status_json
+        self._dial_back = dial_back
 
     async def handle(self, stream: Stream) -> None:
         question, _ = await stream.receive(timeout_s=limits.OPEN_TIMEOUT_S)
@@ -138,4 +142,8 @@ class Info:
             body = self._manifest
         elif question.what == "status":
             body = self._status_json().encode()
+        elif question.what == "dial-back":
+            if self._dial_back is None:
+                raise NetworkFault("this node dials nobody back")
+            body = await self._dial_back(stream.peer, question.addresses)
         await stream.send(Answer(question.what), body, timeout_s=limits.OPEN_TIMEOUT_S)

@@ -202,6 +202,17 @@ class Libp2p:
         response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), CONTROL_TIMEOUT_S)
         return {PeerId(ids.base58_encode(info.id)) for info in response.peers}
 
+    async def seen_at(self, peer: PeerId) -> list[str]:
+        """From which addresses a peer is connected to us. Raises: NetworkFault."""
+        response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), CONTROL_TIMEOUT_S)
+        found = []
+        for info in response.peers:
+            if info.id == ids.peer_bytes(peer):
+                for raw in info.addrs:
+                    with contextlib.suppress(Malformed):
+                        found.append(dialing.from_bytes(raw))
+        return found
+
     def neighbours(self) -> set[PeerId]:
         """DHT nodes that answered us and are believed to be there."""
         return {PeerId(peer.to_base58()) for peer in self._dht.protocol.routing_table.peer_id_to_uid} - {self.peer}

@@ -19,7 +19,7 @@ from blocktrain.node.catchup import Donor, Download, NotNow, fetch
 from blocktrain.node.config import NodeConfig
 from blocktrain.node.exchanger import Exchanger, Side
 from blocktrain.node.holder import Holder
-from blocktrain.node.join import Info
+from blocktrain.node.join import DialBack, Info
 from blocktrain.node.ports import Directory, Published, Replica, Server, Stream, Transport
 from blocktrain.protocol import facts as f
 from blocktrain.protocol import limits
@@ -45,6 +45,7 @@ class Parts:
     directory: Directory
     replica: Replica
     server: Server
+    dial_back: DialBack | None = None  # how to find out whether a peer can be reached; None: not here
 
 
 class Node:
@@ -80,7 +81,7 @@ class Node:
         self.exchanger = Exchanger(side, parts.transport, parts.replica, self.tell, clock)
         self.holder = Holder(manifest, block, parts.server, parts.transport)
         self._donor = Donor(manifest, block, parts.replica)
-        self._info = Info(manifest, status_json)
+        self._info = Info(manifest, status_json, parts.dial_back)
         self._rng = rng
         self._tasks: asyncio.TaskGroup | None = None
         self._running: set[asyncio.Task[None]] = set()

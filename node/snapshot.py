@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from blocktrain import __version__
 from blocktrain.node import logs
 from blocktrain.node.network import Net
+from blocktrain.node.reachability import Reachability
 from blocktrain.node.service import Node
 from blocktrain.node.status import PeerStatus, Status
 from blocktrain.node.store import Store
@@ -54,6 +55,7 @@ class Static:
     store: Store
     net: Net
     clocks: Clocks
+    reachability: Reachability
     started_at: float
     fresh: bool  # no checkpoint was found: the untrained start
 
@@ -112,6 +114,8 @@ def build(node: Node, static: Static, now: float) -> Status:
         phase_s=phase_s,
         next_action=then,
         addresses=tuple(static.net.directory.addresses()),
+        reachable=static.reachability.verdict.word,
+        reachable_why=static.reachability.verdict.why,
         skew_s=static.clocks.skew_s(),
         device=static.device,
         data=static.data,

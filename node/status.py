@@ -106,7 +106,8 @@ class Status:
     phase_s: float = schema.field(_AMOUNT, 0.0)
     next_action: str = schema.field(_WORDS, "")
     addresses: tuple[str, ...] = schema.field(Many(Text(256), 64), ())
-    reachable: str = schema.field(Text(40), "unknown")  # yes, relay, no, unknown
+    reachable: str = schema.field(Text(40), "unknown")  # direct, relay, no, unknown: whether others can call us
+    reachable_why: str = schema.field(_WORDS, "")  # at which address, or what mends it
     skew_s: float | None = schema.field(_Maybe(_NUMBER), None)  # our clock against the peers' median
     device: str = schema.field(Text(80), "")
     data: str = schema.field(_WORDS, "")
@@ -170,6 +171,7 @@ def one_line(status: Status) -> str:
         f"{quantity(status.tokens_per_s)} tok/s",
         f"{len(status.peers)} peers",
         f"merged {status.accepted}, late {status.late}, refused {status.refused}",
+        f"reachable: {status.reachable}",
         doing(status),
     ]
     return " · ".join(parts)

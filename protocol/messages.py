@@ -32,6 +32,7 @@ LINK: Final = "/blocktrain/1/link"
 STREAMS: Final = (INFO, EXCHANGE, STATE, SWEEP, LINK)
 
 CODECS: Final = ("fp32", "bf16", "int8", "sparse")
+QUESTIONS: Final = ("manifest", "status", "ping", "dial-back")
 PARTS: Final = ("block", "shared")
 TOPOLOGIES: Final = ("pairs", "ring", "expander", "small-world", "full")
 
@@ -70,14 +71,17 @@ class End:
 
 @dataclass(frozen=True)
 class Ask:
-    what: str = schema.field(Choice(("manifest", "status", "ping")))
+    """A question about the node. "dial-back": can you dial me at these addresses? (reachability.py)"""
+
+    what: str = schema.field(Choice(QUESTIONS))
+    addresses: tuple[str, ...] = schema.field(Many(Text(limits.MAX_ADDRESS_CHARS), limits.MAX_ADDRESSES), ())
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Body: the manifest's canonical bytes, a status as JSON, or nothing for a ping."""
+    """Body: the manifest's canonical bytes, a status as JSON, what came of dialling back, or nothing for a ping."""
 
-    what: str = schema.field(Choice(("manifest", "status", "ping")))
+    what: str = schema.field(Choice(QUESTIONS))
 
 
 @dataclass(frozen=True)

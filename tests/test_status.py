@@ -58,7 +58,8 @@ FULL = Status(
     phase_s=75.0,
     next_action="an offer in 3 s",
     addresses=("/ip4/127.0.0.1/tcp/31337/p2p/12D3KooWAbCdEf",),
-    reachable="yes",
+    reachable="direct",
+    reachable_why="12D3abc dialled /ip4/203.0.113.7/tcp/31337",
     skew_s=-0.2,
     device="cpu",
     data="builtin: 0.44 MB train, 27 kB held out",
@@ -122,6 +123,7 @@ def test_every_promised_key_is_there_and_null_where_there_is_no_value() -> None:
         "next_action",
         "addresses",
         "reachable",
+        "reachable_why",
         "skew_s",
         "device",
         "data",
@@ -275,11 +277,11 @@ def test_the_folder_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_line_says_who_how_well_with_whom_and_what_it_waits_for() -> None:
     assert one_line(FULL) == (
-        "anna block 2/3 · round 17 · loss 2.431 · held-out 2.507 · 9.5k tok/s · 2 peers · merged 15, late 1, refused 2 · "
+        "anna block 2/3 · round 17 · loss 2.431 · held-out 2.507 · 9.5k tok/s · 2 peers · merged 15, late 1, refused 2 · reachable: direct · "
         "training for 1 min 15 s, waiting for a partner that is not busy, next: an offer in 3 s"
     )
     assert one_line(Status(name="new")) == (
-        "new block ? · round 0 · loss – · held-out – · 0 tok/s · 0 peers · merged 0, late 0, refused 0 · starting for 0 s"
+        "new block ? · round 0 · loss – · held-out – · 0 tok/s · 0 peers · merged 0, late 0, refused 0 · reachable: unknown · starting for 0 s"
     )
 
 
