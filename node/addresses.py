@@ -107,9 +107,10 @@ def _peer(rest: list[str]) -> str:
     if rest[0] not in ("p2p", "ipfs") or len(rest) != 2:
         raise ValueError(f"{'/' + '/'.join(rest)!r} is not /p2p/ and a peer id")
     try:
-        size = len(base58_decode(rest[1]))
+        raw = base58_decode(rest[1])
     except Malformed as error:
         raise ValueError(f"the peer id is damaged: {error}") from error
-    if size not in _PEER_ID_BYTES:
+    # A multihash: its kind (identity or sha256), its length, and so many bytes. A cut-off id can have the length of another kind of key.
+    if len(raw) not in _PEER_ID_BYTES or raw[0] not in (0x00, 0x12) or raw[1] != len(raw) - 2:
         raise ValueError(f"the peer id {rest[1]!r} is cut off or damaged")
     return rest[1]
