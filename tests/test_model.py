@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -189,3 +191,27 @@ def test_only_the_positions_wanted_are_scored(block: Block, want: int) -> None:
     x = tokens(2, 12)
     noisy = Noisy.tail(torch.randn(2, 5, D), 0.7, 12)
     assert torch.allclose(block(x, noisy, want=want), block(x, noisy)[:, -want:], atol=1e-6)
+
+
+def test_computing_layers_twice_changes_memory_and_not_the_gradient() -> None:
+    manifest = a_manifest()
+    tokens = torch.randint(0, manifest.model.vocabulary, (2, 16), generator=torch.Generator().manual_seed(0))
+
+    def gradients(recompute: bool) -> tuple[list[torch.Tensor], int]:
+        block = Block(replace(manifest, optimizer=replace(manifest.optimizer, recompute=recompute)), 0)
+        kept = 0
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            kept += 1
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = block(tokens).square().mean()
+        loss.backward()
+        return [parameter.grad for parameter in block.parameters() if parameter.grad is not None], kept
+
+    plain, kept = gradients(False)
+    again, kept_again = gradients(True)
+    assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
+    assert kept_again < kept
