@@ -91,6 +91,9 @@ class Training:
     )
     train: Annotated[bool, Parameter(negative="--no-train")] = setting(True, "Train the block; with --no-train it is held and served only.")
     paused: bool = setting(False, "Start without training, until SIGUSR1; all else works meanwhile, so a run can begin everywhere at once.")
+    serve_share: Annotated[float, Parameter(validator=Number(gte=0.01, lte=1))] = setting(
+        1.0, "The most of its time that the serving thread may compute; below 1 training keeps more of the machine and texts come slower."
+    )
     compile: bool = setting(False, "Use torch.compile: slow to start, worth it for long runs.")
 
 

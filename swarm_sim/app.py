@@ -13,6 +13,7 @@ from cyclopts.validators import Number
 
 from blocktrain.node.commands import frame
 from blocktrain.protocol.errors import UsageError
+from blocktrain.swarm_sim import world_cmd
 
 HELP: Final = "Simulate swarms on this machine, and measure them."
 BENCH_HELP: Final = """Measure. The numbers are printed as a table, and written with --json as flat keys, with settings and seeds.
@@ -92,6 +93,7 @@ def simulator() -> App:
     """The program."""
     app = frame.new_app("blocktrain-sim", HELP)
     app.command(local)
+    app.command(world_cmd.app())
     bench = App(name="bench", help=BENCH_HELP)
     for name, command in BENCHES.items():
         bench.command(command, name=name)
@@ -185,7 +187,16 @@ def bench_all(options: BenchOptions = BenchOptions()) -> int:
     )
 
 
+def bench_world(options: BenchOptions = BenchOptions()) -> int:
+    """Simulated swarms of up to ten thousand nodes: messages, bytes, discovery, mixing; the DHT's model against the real one."""
+    from blocktrain.swarm_sim import benches
+    from blocktrain.swarm_sim.bench_world import BENCH
+
+    return benches.command(BENCH, options)
+
+
 BENCHES: Final = {
+    "world": bench_world,
     "node": bench_node,
     "quality": bench_quality,
     "ideas": bench_ideas,

@@ -443,3 +443,16 @@ async def test_in_a_pass_for_several_a_malformed_step_fails_alone(server: TorchS
     assert isinstance(results[0], tuple)
     assert isinstance(results[1], Malformed)
     assert await server.step(b"two", good, memoryview(b""))
+
+
+async def test_a_server_with_a_small_share_rests_between_passes_and_answers_before_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(serving.time, "sleep", slept.append)
+    server = TorchServer(MANIFEST, 0, share=0.1)
+    server.refresh(published(1), state_of(some_block(0)))
+    await server.open(b"one", NO_DIGEST)
+    first = await first_row(server, b"one")
+    assert slept == [0.0], "nothing to make up for yet"
+    assert await first_row(server, b"one") == first
+    assert slept[1] > 0
+    await server.stop()

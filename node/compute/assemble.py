@@ -47,7 +47,7 @@ def assemble(training: Training, manifest: Manifest, block: int, store: Store, p
     restored = replica.restore()
     return Prepared(
         replica=replica,
-        start=lambda: TorchServer(manifest, block, device=str(device)),
+        start=lambda: TorchServer(manifest, block, device=str(device), share=training.serve_share),
         device=str(device),
         data=corpus.describe(),
         fresh=not restored,

@@ -34,6 +34,7 @@ STATES_BYTES: Final = 1024**3  # of all of them together, the newest two excepte
 CACHE_BYTES: Final = 512 * 1024**2  # of all sessions together
 BUSY_RETRY_S: Final = 2.0  # sessions are short: a place is likely free by then
 MAX_BATCH: Final = 16  # steps in one pass
+MOST_REST_S: Final = 1.0  # after one pass, however small the share: a client's deadline is some seconds
 
 
 @dataclass(eq=False)
@@ -80,7 +81,11 @@ class _Waiting:
 
 
 class TorchServer:
-    """Implements `Server` of node/ports.py. Called from the event loop only; `clock` is monotonic, in seconds."""
+    """Implements `Server` of node/ports.py. Called from the event loop only; `clock` is monotonic, in seconds.
+
+    `share`: the most of its time that the thread computes. After every pass it rests in proportion, so that training, which wants the same
+    processor, gets the remainder at least; an answer that is computed does not wait for that.
+    """
 
     def __init__(
         self,
@@ -92,7 +97,10 @@ class TorchServer:
         max_sessions: int = limits.MAX_SESSIONS,
         idle_s: float = limits.SESSION_IDLE_S,
         cache_bytes: int = CACHE_BYTES,
+        share: float = 1.0,
     ) -> None:
+        self._share = share
+        self._rest_until = 0.0  # thread only, by time.monotonic
         self._manifest, self._number, self._device = manifest, block, device
         self._clock, self._idle_s = clock, idle_s
         model = manifest.model
@@ -204,6 +212,8 @@ class TorchServer:
     def _drain(self) -> None:
         """In the thread: do all steps that wait, those of one kind together. Steps of one session keep their order."""
         todo: list[_Waiting] = []
+        time.sleep(max(0.0, self._rest_until - time.monotonic()))
+        began = time.monotonic()
         while self._waiting:
             todo.append(self._waiting.popleft())
         while todo:
@@ -225,6 +235,8 @@ class TorchServer:
                     results = [error] * len(batch)
                 for one, result in zip(batch, results, strict=True):
                     one.settle(result)
+        now = time.monotonic()
+        self._rest_until = now + min(MOST_REST_S, (now - began) * (1 / self._share - 1))
 
     async def _run(self, work: Callable[[], T]) -> T:
         try:
