@@ -174,10 +174,10 @@ class Exchanger:
         self._report(Ended(order.exchange, order.peer, result, time.monotonic() - began))
 
     async def lane(self, first: Lane, stream: Stream) -> None:
-        """One more stream for an exchange that we took. Raises: Malformed: there is none that it belongs to."""
+        """One more stream for an exchange that we took. Raises: NetworkFault: it is over; lanes may come too late."""
         expected = self._expected.get(first.exchange)
         if expected is None or expected.peer != stream.peer or expected.transfer.lanes >= expected.streams:
-            raise Malformed("a lane that belongs to no exchange under way")
+            raise NetworkFault("a lane of no exchange that is under way")
         await expected.transfer.help(stream, closes=False)
 
     def objection(self, offer: Offer) -> str:

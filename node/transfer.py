@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
+import numpy as np
+
 from blocktrain.node.ports import Stream
 from blocktrain.protocol import limits
 from blocktrain.protocol.errors import Malformed, NetworkFault, PeerFault
@@ -37,7 +39,7 @@ class Transfer:
         """`streams`: how many were agreed on. Raises: Malformed: the announced size is not that of a snapshot like ours."""
         if size != len(payload):
             raise Malformed(f"a snapshot of {size} bytes; ours has {len(payload)}")
-        self.theirs = bytearray(size)
+        self.theirs = memoryview(np.empty(size, np.uint8))
         self.began_at: float | None = None
         self.outcome: Outcome | None = None
         self.lanes = 0
@@ -51,6 +53,11 @@ class Transfer:
         self._finished = asyncio.Event()
         self._over = asyncio.Event()
         self._fault: BaseException | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing moves any more: complete, failed or ended."""
+        return self._finished.is_set()
 
     async def run(self, lane: Stream) -> None:
         """Send and receive on the exchange's own stream until both snapshots are through. Raises: NetworkFault, PeerFault."""

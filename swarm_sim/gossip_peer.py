@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import blake3
 import numpy as np
+import psutil
 
 from blocktrain.node import identity, recipe_file
 from blocktrain.node.config import Network
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from blocktrain.node.compute.replica import TorchReplica
 
 TAU_S: Final = 120.0
+POLL_S: Final = 0.005
 SPREAD: Final = 1e-3  # replicas differ by so much noise, as a share of a standard normal weight
 HELDOUT_MARGIN: Final = 1e9  # untrained blocks: the check is made and timed, its verdict is of no interest
 
@@ -84,7 +86,7 @@ class Peer:
             "exchange": self._exchange,
             "took": self._took,
             "train": self._train,
-            "progress": self._progress,
+            "mark": self._mark,
         }
 
     async def answer(self, command: dict[str, Any]) -> dict[str, object]:
@@ -158,18 +160,23 @@ class Peer:
         self._replica.start(lambda: None)
         return {}
 
-    async def _progress(self) -> dict[str, object]:
+    async def _mark(self) -> dict[str, object]:
+        """The next end of a step: how many there were, when it was, and the training thread's own time."""
         assert self._replica is not None
-        return {
-            "steps": self._replica.progress().steps,
-            "at": time.monotonic(),
-            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-            "digest": self._replica.published().digest.hex(),
-        }
+        begin = self._replica.progress().steps
+        while (steps := self._replica.progress().steps) == begin:  # noqa: ASYNC110 - a step tells nobody that it ended
+            await asyncio.sleep(POLL_S)
+        return {"steps": steps, "at": time.monotonic(), "thread_s": _training_thread_s()}
 
     async def stop(self) -> None:
         if self._replica is not None:
             await self._replica.stop()
+
+
+def _training_thread_s() -> float:
+    """CPU seconds of the thread that trains."""
+    names = {thread.native_id for thread in threading.enumerate() if thread.name == "blocktrain-train"}
+    return sum(each.user_time + each.system_time for each in psutil.Process().threads() if each.id in names)
 
 
 async def _main(runtime: Runtime) -> int:

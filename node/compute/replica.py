@@ -39,7 +39,7 @@ from blocktrain.protocol.manifest import Manifest
 T = TypeVar("T")
 HELDOUT_TOKENS: Final = 512  # of the check on every merge: both sides of it are measured on the same tokens, so that few suffice
 STOP_TIMEOUT_S: Final = 20.0  # for the step in hand
-MAX_REFERENCES: Final = 4  # merges kept for sparse snapshots, in bf16: half a state each
+MAX_REFERENCES: Final = 4  # merges kept for sparse snapshots, a state each; the newest is the published one, as a rule
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class TorchReplica:
         self._state = (Published(0, flat.digest(flat.to_bytes(initial))), initial)  # replaced as a whole, on the training thread
         self._heldout: float | None = None
         self._checks = options.heldout
-        self._references: OrderedDict[Digest, Tensor] = OrderedDict()  # digest of a merge → it in bf16, the newest last
+        self._references: OrderedDict[Digest, Tensor] = OrderedDict()  # digest of a merge → the merge, the newest last
         self._wandered = 0.0  # how far own rounds have led since the last merge or download: the sum of their distances
         self._generation = 0  # counts loads: what was computed before one must not be added after it
         self._steps_at_start = self._tokens_at_start = 0
@@ -218,7 +218,7 @@ class TorchReplica:
         kept = self._references.get(Digest(reference))
         if kept is None:
             raise PeerFault("the reference of a sparse snapshot is not kept here")
-        return kept.float()
+        return kept
 
     async def consider(self, mine: Snapshot, payload: Buffer, terms: Terms, *, mine_first: bool) -> Trial:
         assert isinstance(mine, _Taken), "a snapshot of this replica"
@@ -270,12 +270,12 @@ class TorchReplica:
 
         published = await self._between_steps(job)
         if keep:
-            await self._work(lambda: self._keep(trial.digest, token.state))
+            self._keep(trial.digest, token.state)
         return published
 
     def _keep(self, digest: Digest, state: Tensor) -> None:
         """Both sides of a merge keep the same bits of it."""
-        self._references[digest] = state.bfloat16()
+        self._references[digest] = state
         while len(self._references) > MAX_REFERENCES:
             self._references.popitem(last=False)
 

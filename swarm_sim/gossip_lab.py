@@ -1,0 +1,332 @@
+"""Learning with gossip, in one process: real blocks, real codecs, the node's own merge, shares, pairing and acceptance; no network.
+
+What a codec, an attack or an outer step does to the loss is a property of the numbers, not of the streams, so it is measured here, where
+the same seeds give the same runs and nothing is late. All losses are nats per byte of published states on held-out text.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from blocktrain.node import recipe_file
+from blocktrain.node.compute import codecs, flat
+from blocktrain.node.compute.codecs import Codec
+from blocktrain.node.compute.device import Mover
+from blocktrain.node.compute.flat import Flat
+from blocktrain.node.compute.merging import combine
+from blocktrain.node.compute.model import Block
+from blocktrain.node.compute.trainer import Trainer
+from blocktrain.node.data import TokenStream, load_tokens
+from blocktrain.node.tokenizer import load_tokenizer
+from blocktrain.protocol import acceptance, pairing
+from blocktrain.protocol.acceptance import Measures
+from blocktrain.protocol.errors import PeerFault
+from blocktrain.protocol.exchange import shares, tokens_per_round
+from blocktrain.protocol.ids import PeerId
+from blocktrain.protocol.manifest import Manifest, Model
+from blocktrain.swarm_sim.benches import Session
+
+CHECK_WINDOWS: Final = 8  # of the check on a merge: as in a node, 512 tokens
+HELDOUT_WINDOWS: Final = 64
+MARGIN: Final = 0.1  # the node's default
+MAX_REFERENCES: Final = 4
+PUT_OFF_ROUNDS: Final = 1  # after a first offence, twice as many after each further one; in a node these are 30 s, doubling
+Attack = Callable[[Tensor, Tensor, torch.Generator], Tensor]  # its live state, its published one → what it sends
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One experiment. `steps` are those of each replica."""
+
+    replicas: int
+    codec: str = "fp32"
+    topology: str = "full"
+    steps: int = 300
+    every: int = 10
+    seed: int = 0
+    attack: str = ""  # of the last replica
+    outer: str = "mean"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an experiment ended with. Losses are means over the honest replicas."""
+
+    published: float  # loss of the published states
+    live: float  # loss of the live parameters
+    consensus: float  # root mean square distance of the live states from their mean, over the mean's norm
+    bytes_per_round: float  # of one direction
+    refused: int
+    used_bad: int  # merges with an attacker that an honest replica used
+
+
+@dataclass
+class Learner:
+    """One replica: the node's trainer, its published state, and what exchanges need."""
+
+    peer: PeerId
+    trainer: Trainer
+    published: Tensor
+    merged_tokens: int = 0
+    references: dict[PeerId, Tensor] = field(default_factory=dict)  # partner → our last merge with it, newest last
+    put_off: dict[PeerId, tuple[int, int]] = field(default_factory=dict)  # offender → (round until, offences)
+    velocity: Tensor | None = None
+
+    @property
+    def live(self) -> Tensor:
+        return self.trainer.flat.data
+
+    @property
+    def weight(self) -> float:
+        return float(self.trainer.counters.tokens - self.merged_tokens)
+
+
+class Lab:
+    """All replicas of one experiment and the data to judge them by."""
+
+    def __init__(self, setting: Setting) -> None:
+        torch.set_num_threads(1)
+        self.setting = setting
+        self.manifest = manifest_of(setting)
+        corpus = load_tokens(("builtin",), load_tokenizer("bytes", 256), self.manifest.model.context)
+        self.learners: list[Learner] = []
+        for index in range(setting.replicas):
+            stream = TokenStream(corpus, batch=self.manifest.optimizer.batch, peer=f"{setting.seed}/{index}", block=0, seed=setting.seed)
+            trainer = Trainer(self.manifest, 0, stream, Mover(torch.device("cpu")), seed=100 * setting.seed + index)
+            self.learners.append(Learner(PeerId(f"peer{index:02}"), trainer, trainer.flat.data.clone()))
+        windows = torch.from_numpy(stream.heldout(HELDOUT_WINDOWS))
+        self.check, self.heldout = windows[:CHECK_WINDOWS], windows[CHECK_WINDOWS:]
+        self.spare = Block(self.manifest, 0)
+        self.spare_flat = Flat(self.spare)
+        self.rng = Random(setting.seed)
+        self.noise = torch.Generator().manual_seed(setting.seed)
+        self.codec: Codec = codecs.codec_of(setting.codec)
+        self.sent: list[int] = []
+        self.refused = self.used_bad = 0
+        self.whys: list[str] = []
+
+    def loss(self, state: Tensor, windows: Tensor) -> float:
+        self.spare_flat.data.copy_(state)
+        return float(self.learners[0].trainer.objective.score(self.spare, windows).mean())
+
+    @property
+    def honest(self) -> list[Learner]:
+        return self.learners[:-1] if self.setting.attack else self.learners
+
+    def run(self, on_round: Callable[[int, Lab], None] = lambda number, lab: None) -> Outcome:
+        setting = self.setting
+        for number in range(setting.steps // setting.every):
+            for learner in self.learners:
+                for _ in range(setting.every):
+                    learner.trainer.step()
+            if setting.outer != "lo-fi" or number == setting.steps // setting.every - 1:
+                self._round(number)
+            on_round(number, self)
+        mean = torch.stack([learner.live for learner in self.honest]).mean(dim=0)
+        apart = [flat.distance(learner.live, mean) ** 2 for learner in self.honest]
+        return Outcome(
+            statistics.fmean(self.loss(learner.published, self.heldout) for learner in self.honest),
+            statistics.fmean(self.loss(learner.live, self.heldout) for learner in self.honest),
+            math.sqrt(statistics.fmean(apart)) / flat.norm(mean),
+            statistics.fmean(self.sent) if self.sent else 0.0,
+            self.refused,
+            self.used_bad,
+        )
+
+    def _round(self, number: int) -> None:
+        """Everybody in random order asks its candidates; who is taken is busy, who finds nobody has an own round."""
+        free = {learner.peer: learner for learner in self.learners}
+        for learner in self.rng.sample(self.learners, len(self.learners)):
+            if learner.peer not in free:
+                continue
+            others = [each.peer for each in self.learners if each is not learner and self._friends(learner, each, number)]
+            for peer in pairing.candidates(self.setting.topology, learner.peer, others, number, self.rng):
+                if peer in free and peer != learner.peer:
+                    del free[peer], free[learner.peer]
+                    pair = sorted((learner, next(each for each in self.learners if each.peer == peer)), key=lambda each: each.peer)
+                    self._exchange(pair[0], pair[1], number)
+                    break
+            else:
+                del free[learner.peer]
+                _own_round(learner)
+
+    def _friends(self, learner: Learner, other: Learner, number: int) -> bool:
+        """Whether neither has put the other off."""
+        return all(number >= one.put_off.get(two.peer, (0, 0))[0] for one, two in ((learner, other), (other, learner)))
+
+    def _exchange(self, first: Learner, second: Learner, number: int) -> None:
+        reference = first.references.get(second.peer) if self.setting.codec == "sparse" else None
+        coder = self.codec if reference is not None or self.setting.codec != "sparse" else codecs.codec_of("bf16")
+        payloads = [coder.encode(self._sent_by(learner), reference) for learner in (first, second)]
+        self.sent.append(len(payloads[0]))
+        size = self.learners[0].trainer.flat.size
+        parts = shares(first.weight, second.weight, tokens_per_round(self.manifest))
+        for mine, other in ((first, second), (second, first)):
+            if self.setting.attack and mine is self.learners[-1]:
+                _own_round(mine)
+                continue
+            own, theirs = (payloads[0], payloads[1]) if mine is first else (payloads[1], payloads[0])
+            reads = coder.reader(own, size, reference), coder.reader(theirs, size, reference)
+            merge = combine(*reads, mine.published, parts, mine_first=mine is first)
+            finite = math.isfinite(merge.distance)
+            before = self.loss(coder.decode(own, size, reference), self.check) if finite else None
+            after = self.loss(merge.state, self.check) if finite else None
+            try:
+                acceptance.judge(Measures(finite, merge.own_norm, merge.distance, merge.drift, before, after), MARGIN)
+            except PeerFault as fault:
+                self.refused += 1
+                self.whys.append(f"round {number}: {fault.why}")
+                offences = mine.put_off.get(other.peer, (0, 0))[1] + 1
+                mine.put_off[other.peer] = (number + 1 + PUT_OFF_ROUNDS * 2 ** (offences - 1), offences)
+                _own_round(mine)
+                continue
+            self.used_bad += bool(self.setting.attack) and other is self.learners[-1]
+            self._adopt(mine, other, merge.state, merge.difference)
+
+    def _adopt(self, mine: Learner, other: Learner, state: Tensor, difference: Tensor) -> None:
+        mine.live.add_(OUTER[self.setting.outer](mine, state, difference))
+        mine.published = state
+        mine.merged_tokens = mine.trainer.counters.tokens
+        mine.trainer.counters.since_round = 0
+        mine.trainer.round += 1
+        mine.references.pop(other.peer, None)
+        mine.references[other.peer] = state
+        while len(mine.references) > MAX_REFERENCES:
+            del mine.references[next(iter(mine.references))]
+
+    def _sent_by(self, learner: Learner) -> Tensor:
+        if self.setting.attack and learner is self.learners[-1]:
+            return ATTACKS[self.setting.attack](learner.live, learner.published, self.noise)
+        return learner.live
+
+
+def _own_round(learner: Learner) -> None:
+    learner.published = learner.live.clone()
+    learner.trainer.counters.since_round = 0
+    learner.trainer.round += 1
+
+
+def manifest_of(setting: Setting) -> Manifest:
+    """A small block and a schedule that ends when the experiment does."""
+    base = recipe_file.load_recipe("tiny")
+    return replace(
+        base,
+        name="lab",
+        seed=setting.seed,
+        model=Model(width=64, layers=2, heads=4, context=64, vocabulary=256),
+        schedule=replace(base.schedule, steps_per_round=setting.every, planned_rounds=setting.steps // setting.every),
+        optimizer=replace(base.optimizer, batch=8),
+    )
+
+
+# ---- what one of the replicas may send ----------------------------------------------------------------------------------------------
+
+
+def _random_direction(live: Tensor, published: Tensor, noise: torch.Generator) -> Tensor:
+    """As far from its published state as training went, but anywhere."""
+    direction = torch.randn(live.shape, generator=noise)
+    return published + direction * (flat.distance(live, published) / flat.norm(direction))
+
+
+ATTACKS: Final[Mapping[str, Attack]] = {
+    "nan": lambda live, published, noise: torch.full_like(live, math.nan),
+    "million": lambda live, published, noise: live * 1e6,
+    "sign": lambda live, published, noise: -live,
+    "sign of the change": lambda live, published, noise: 2 * published - live,
+    "random": _random_direction,
+}
+
+
+# ---- outer steps: what is added to the live parameters ------------------------------------------------------------------------------
+
+
+def _mean(mine: Learner, state: Tensor, difference: Tensor) -> Tensor:
+    return difference
+
+
+def _nesterov(mine: Learner, state: Tensor, difference: Tensor, rate: float = 0.7, momentum: float = 0.9) -> Tensor:
+    """DiLoCo (arXiv 2311.08105): the way from the last published state to the merge is a gradient for SGD with Nesterov momentum."""
+    step = state - mine.published
+    mine.velocity = step if mine.velocity is None else momentum * mine.velocity + step
+    return difference + (rate * (step + momentum * mine.velocity) - step)
+
+
+def _noloco(mine: Learner, state: Tensor, difference: Tensor, rate: float = 0.7, momentum: float = 0.5) -> Tensor:
+    """NoLoCo (arXiv 2506.10911), eq. 2, with its pull towards the pair's mean by the merge itself: momentum over the pair's mean step."""
+    step = state - mine.published
+    mine.velocity = rate * step if mine.velocity is None else momentum * mine.velocity + rate * step
+    return difference + (mine.velocity - step)
+
+
+OUTER: Final = {"mean": _mean, "noloco": _noloco, "diloco": _nesterov, "lo-fi": _mean}
+
+
+# ---- the parts of the bench ---------------------------------------------------------------------------------------------------------
+
+
+def codec_losses(session: Session) -> dict[str, object]:
+    """Bytes and loss of every codec after the same steps, two replicas and a ring of four."""
+    steps = 100 if session.brief else 300
+    seeds = range(session.seeds or (1 if session.brief else 3))
+    numbers: dict[str, object] = {}
+    for replicas, topology in ((2, "full"), (4, "ring")):
+        for codec in ("fp32", "bf16", "int8", "sparse"):
+            ends = [Lab(Setting(replicas, codec, topology, steps, seed=seed)).run() for seed in seeds]
+            name = f"{codec}_{replicas}"
+            numbers[f"{name}_loss"] = statistics.fmean(end.published for end in ends)
+            numbers[f"{name}_live_loss"] = statistics.fmean(end.live for end in ends)
+            numbers[f"{name}_consensus"] = statistics.fmean(end.consensus for end in ends)
+            session.say(f"{name}: {numbers[f'{name}_loss']:.4f}, live {numbers[f'{name}_live_loss']:.4f}")
+    size = flat.count(flat.shapes_of(manifest_of(Setting(2))))
+    full = codecs.codec_of("fp32").encoded_bytes(size)
+    for codec in ("bf16", "int8", "sparse"):
+        numbers[f"{codec}_bytes_ratio"] = codecs.codec_of(codec).encoded_bytes(size) / full
+        deltas = [_number(numbers[f"{codec}_{n}_loss"]) - _number(numbers[f"fp32_{n}_loss"]) for n in (2, 4)]
+        numbers[f"{codec}_loss_delta"] = max(deltas)
+    return numbers
+
+
+def attacks(session: Session) -> dict[str, object]:
+    """The honest two's loss after 20 rounds beside an attacker, over that of the same two without it."""
+    steps = 200
+    seeds = range(session.seeds or (1 if session.brief else 3))
+    alone = {seed: Lab(Setting(2, steps=steps, seed=seed, topology="pairs")).run().published for seed in seeds}
+    numbers: dict[str, object] = {"attack_none_loss": statistics.fmean(alone.values())}
+    worst = 0.0
+    for attack in ATTACKS:
+        ends = {seed: Lab(Setting(3, steps=steps, seed=seed, topology="pairs", attack=attack)).run() for seed in seeds}
+        ratio = statistics.fmean(ends[seed].published / alone[seed] for seed in seeds)
+        name = attack.replace(" ", "_")
+        numbers[f"attack_{name}_loss_ratio"] = ratio
+        numbers[f"attack_{name}_refused"] = sum(end.refused for end in ends.values())
+        numbers[f"attack_{name}_used"] = sum(end.used_bad for end in ends.values())
+        worst = max(worst, ratio)
+        session.say(
+            f"attack {attack}: loss × {ratio:.4f}, refused {numbers[f'attack_{name}_refused']}, used {numbers[f'attack_{name}_used']}"
+        )
+    return {**numbers, "attack_worst_loss_ratio": worst}
+
+
+def outer_steps(session: Session) -> dict[str, object]:
+    """The loss with each outer step, short rounds and long ones."""
+    steps = 100 if session.brief else 300
+    numbers: dict[str, object] = {}
+    for every in (10, 50):
+        for outer in OUTER:
+            end = Lab(Setting(4, steps=steps, every=every, topology="pairs", outer=outer)).run()
+            numbers[f"outer_{outer}_{every}_loss"] = end.live if outer != "lo-fi" else end.published
+            session.say(f"outer {outer}, every {every}: {end.published:.4f}, live {end.live:.4f}, consensus {end.consensus:.4f}")
+    return numbers
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, float)
+    return value
