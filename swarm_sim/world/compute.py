@@ -87,7 +87,8 @@ def digest_of(payload: bytes) -> Digest:
 
 
 def pack(state: Sequence[float]) -> bytes:
-    return struct.pack(f"<{DIM}f", *(number if number != number else max(-3e38, min(3e38, number)) for number in state))
+    """As float32; what does not fit becomes the largest number."""
+    return struct.pack(f"<{DIM}f", *(max(-3e38, min(3e38, number)) for number in state))
 
 
 def unpack(payload: bytes) -> tuple[float, ...]:

@@ -1,8 +1,8 @@
-"""The DHT as a model: what is stored can be found after about log2(n) hops, until it expires. Only its effects are modelled, not its routing.
+"""The DHT as a model: what is stored is found after about log2(n) hops, until it expires. Its effects are modelled, not its routing.
 
-Modelled and stated in docs/scale.md: a look-up takes `hops(n)` round trips one after the other; a strictly later expiry wins; records outlive
-their writer until they expire; across a partition a record is found only if it was written before the cut. `bench world` checks the hops
-against hivemind's DHT. Signatures are not made or checked here: this is the port in whose place node/libp2p.py verifies them.
+Modelled, and stated in docs/scale.md: a look-up takes `hops(n)` round trips one after the other; a strictly later expiry wins; records
+outlive their writer until they expire; across a partition a record is found only if it was written before the cut. `bench world` checks
+the hops against hivemind's DHT. Signatures are not made or checked here: this is the port in whose place node/libp2p.py verifies them.
 """
 
 from __future__ import annotations

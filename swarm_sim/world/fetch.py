@@ -73,7 +73,9 @@ def _asked(donor: Node, node: Node, epoch: int, download: Download) -> None:
     if donor.who.lies:
         payload, digest = talk.corrupt(donor.who.lies, payload, digest)
     if round > download.order.most:
-        node.later(way_s, _failed, node, download, donor.peer, f"a state of round {round}; nobody else is beyond {download.order.most}", True)
+        node.later(
+            way_s, _failed, node, download, donor.peer, f"a state of round {round}; nobody else is beyond {download.order.most}", True
+        )
         return
     donor.serving += 1
     host = world.network.hosts[donor.number]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Final
 
@@ -71,7 +71,7 @@ class Plan:
     spread_s: float = 0.04  # of the hosts over the plane: one way across it
     loss: float = 0.0
     dead_blocks: tuple[int, ...] = ()  # blocks that nobody holds at the end, by the story's own intention
-    notes: tuple[str, ...] = field(default_factory=tuple)
+    hopeless: bool = False  # the deadline is meant to be missed: nobody is asked to average
 
 
 Scenario = Callable[[int, Random], Plan]

@@ -1,9 +1,9 @@
-"""Stories by name: from a number of nodes and a source of chance to a plan. Everything random in a story is drawn here, so it can be printed.
+"""Stories by name: from a number of nodes and a source of chance to a plan. Everything random is drawn here, so it can be printed.
 
-Sessions and absences of churn are log-normal: most stays are short and a few very long, as measured of residential peers in file-sharing
-networks (Stutzbach and Rejaie, IMC 2006, find such heavy-tailed sessions); medians here are ten minutes on and five off, with a deviation of
-1.1 in the logarithm. The paper's regimes (arXiv 2606.24722, tables 4 and 5) give latency, bandwidth, dropping and deadline as we set
-them, since the paper states only what came of its own.
+Sessions and absences of churn are log-normal: most stays are short and a few very long, as measured of residential peers in
+file-sharing networks (Stutzbach and Rejaie, IMC 2006, find such heavy-tailed sessions); medians here are ten minutes on and five off,
+with a deviation of 1.1 in the logarithm. The paper's regimes (arXiv 2606.24722, tables 4 and 5) give latency, bandwidth, dropping and
+deadline as we set them, since the paper states only what came of its own.
 """
 
 from __future__ import annotations
@@ -225,7 +225,9 @@ def _regime(name: str) -> Scenario:
             for p in _people(n, rng, blocks)
         ]
         events = _starts(n, rng, 30.0)
-        return _plan(people, events, blocks, tau_s=regime.tau_s, spread_s=2 * regime.latency_s, loss=regime.dropped / 5)
+        return _plan(
+            people, events, blocks, tau_s=regime.tau_s, spread_s=2 * regime.latency_s, loss=regime.dropped / 5, hopeless=name == "bad-edge"
+        )
 
     story.__doc__ = f"The paper's regime {name}: {regime.latency_s:g} s one way, {regime.rate:g} B/s, deadline {regime.tau_s:g} s."
     return story

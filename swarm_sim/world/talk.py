@@ -6,8 +6,9 @@ sees nothing until a timeout. What liars send is made here, at the last moment b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from blocktrain.protocol import acceptance, limits
 from blocktrain.protocol import facts as f
@@ -15,7 +16,8 @@ from blocktrain.protocol.errors import PeerFault
 from blocktrain.protocol.exchange import Exchange, Result
 from blocktrain.protocol.ids import NO_DIGEST, Digest
 from blocktrain.protocol.messages import Accept, Offer, Outcome
-from blocktrain.swarm_sim.world.compute import Taken, Terms, pack, unpack
+from blocktrain.swarm_sim.world.compute import Taken, Terms, digest_of, pack, unpack
+from blocktrain.swarm_sim.world.links import Host
 
 if TYPE_CHECKING:
     from blocktrain.swarm_sim.world.node import Node
@@ -35,8 +37,6 @@ def tale(node: Node) -> int:
 
 def corrupt(lie: str, payload: bytes, digest: Digest) -> tuple[bytes, Digest]:
     """A state as a liar sends it: (bytes, the digest it claims)."""
-    from blocktrain.swarm_sim.world.compute import digest_of
-
     if lie == "nan":
         payload = b"\x00\x00\xc0\x7f" + payload[4:]
         return payload, digest_of(payload)
@@ -189,9 +189,9 @@ def _swap(a: Side, b: Side) -> None:
     b.node.later(max(way_s + to_b, to_a), _swapped, b)
 
 
-def _flowed(*hosts: object) -> None:
+def _flowed(*hosts: Host) -> None:
     for host in hosts:
-        host.flows = max(0, host.flows - 1)  # type: ignore[attr-defined]
+        host.flows = max(0, host.flows - 1)
 
 
 def _swapped(side: Side) -> None:
@@ -228,8 +228,6 @@ def _settle(side: Side) -> None:
 
 def _verified(side: Side, other: Side) -> Digest:
     """Judge the merge and adopt it. Raises: PeerFault."""
-    from blocktrain.swarm_sim.world.compute import digest_of
-
     node, terms = side.node, other.terms()
     if digest_of(other.payload) != terms.digest:
         raise PeerFault("the snapshot does not have the digest that was announced", other.node.peer)
@@ -312,11 +310,11 @@ def _tell_other_of_end(side: Side) -> None:
         _pass(side.node, other.node, _silence, other, "the stream ended", extra_s=EOF_S)
 
 
-def _pass(node: Node, to: Node, call: object, *args: object, extra_s: float = 0.0) -> None:
+def _pass(node: Node, to: Node, call: Callable[..., None], *args: Any, extra_s: float = 0.0) -> None:
     """A message, or a stream's end, on its way; nothing arrives across a cut."""
     network = node.world.network
     if network.connected(node.number, to.number):
-        to.later(network.way_s(node.number, to.number) + extra_s, call, *args)  # type: ignore[arg-type]
+        to.later(network.way_s(node.number, to.number) + extra_s, call, *args)
 
 
 def died(node: Node) -> None:

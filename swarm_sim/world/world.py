@@ -1,10 +1,10 @@
 """The world: hosts, links, DHT, nodes and what befalls them, stepped event by event in virtual time.
 
-Why direct stepping of the core, and not an asyncio loop with virtual time under node/service.py: the decisions are all in the core, which is
-synchronous, so stepping it needs no tasks; a thousand nodes for an hour are some two million events, and an event here costs a function
-call, where a task costs ten; and determinism is a property of one heap instead of one of every library under an event loop. The
-price is that the I/O around the core (node/service.py, exchanger.py, catchup.py) is modelled, in node.py, talk.py and fetch.py; `blocktrain-sim
-local` is where the real one runs.
+Why direct stepping of the core, and not an asyncio loop with virtual time under node/service.py: the decisions are all in the core, which
+is synchronous, so stepping it needs no tasks; a thousand nodes for an hour are some two million events, and an event here costs a
+function call, where a task costs ten; and determinism is a property of one heap instead of one of every library under an event loop.
+The price is that the I/O around the core (node/service.py, exchanger.py, catchup.py) is modelled, in node.py, talk.py and fetch.py;
+`blocktrain-sim local` is where the real one runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Final
+from typing import Final
 
 from blocktrain.protocol import facts as f
 from blocktrain.protocol.core import Settings
@@ -264,7 +264,3 @@ def _pulls(plan: Plan, rng: Random) -> list[list[float]]:
             for number in members:
                 pulls[number][axis] -= mean
     return pulls
-
-
-def everybody_of(nodes: Sequence[Node], block: int) -> list[Any]:
-    return [node for node in nodes if node.block == block]

@@ -50,10 +50,14 @@ class Coverage(Checker):
             missing = node.core.members.missing(node.clock.read(world.queue.now), node.block)
             for block in gone:
                 if block not in missing:
-                    self.object(f"block {block} has had no holder since {self._lost_since[block]:.0f} s, and node {node.number} does not say so")
+                    self.object(
+                        f"block {block} has had no holder since {self._lost_since[block]:.0f} s, and node {node.number} does not say so"
+                    )
             for block in kept:
                 if block in missing:
-                    self.object(f"block {block} has been held since {self._held_since[block]:.0f} s, and node {node.number} reports it missing")
+                    self.object(
+                        f"block {block} has been held since {self._held_since[block]:.0f} s, and node {node.number} reports it missing"
+                    )
 
     def _nobody_up(self, block: int) -> bool:
         return not any(node.up and node.block == block for node in self.world.nodes)

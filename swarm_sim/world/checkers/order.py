@@ -1,4 +1,4 @@
-"""Checker: no published state goes back in (round, digest) within a life; a restart finds exactly its checkpoint's round or an older own one."""
+"""Checker: no published state goes back in (round, digest) within one life of a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checker: progress after healing. In the liveness phase everybody who is up trains on, and averages wherever there is somebody to average with."""
+"""Checker: progress after healing. In the liveness phase everybody who is up trains on.
+
+And averages, wherever there is an honest replica to average with.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,13 @@ class Progress(Checker):
             elif node.core.round <= round:
                 self.object(f"node {node.number} stayed at round {round} for {seconds:.0f} s")
             honest = [n for n in here if n.block == node.block and not n.who.lies and n is not node]
-            if honest and not node.who.lies and node.core.counters.accepted == accepted and self._can_meet(node, honest):
+            if (
+                honest
+                and not world.plan.hopeless
+                and not node.who.lies
+                and node.core.counters.accepted == accepted
+                and self._can_meet(node, honest)
+            ):
                 self.object(f"node {node.number} averaged with nobody for {seconds:.0f} s, with {len(honest)} honest replicas around")
 
     def _can_meet(self, node: Node, others: list[Node]) -> bool:

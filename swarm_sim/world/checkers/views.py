@@ -1,6 +1,6 @@
 """Checker: views converge after healing. In the end everybody who is up knows whom it must know, and nobody who is long gone.
 
-In a small swarm that is everybody; in a crowded block, whose holders are spread over many keys, at least so many partners that averaging mixes.
+In a small swarm that is everybody; in a crowded block, whose holders are spread over many keys, so many partners that averaging mixes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class Views(Checker):
         self._lag_s = world.plan.ttl_s + world.plan.refresh_s + SLACK_S + 2 * max(skews, default=0.0)
         self._gone_since: dict[int, float] = {}
         world.watchers.ended.append(self._ended)
-        world.watchers.started.append(lambda node: self._gone_since.pop(node.number, None) and None)
+        world.watchers.started.append(self._started)
+
+    def _started(self, node: Node) -> None:
+        self._gone_since.pop(node.number, None)
 
     def _ended(self, node: Node) -> None:
         self._gone_since[node.number] = self.world.elapsed_s

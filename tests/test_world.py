@@ -1,0 +1,217 @@
+"""Swarms in virtual time: what must hold holds over many seeds, planted bugs are found and replayed, and a seed is one story."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from blocktrain.protocol import acceptance, pairing
+from blocktrain.protocol import facts as f
+from blocktrain.protocol.core import Core
+from blocktrain.protocol.membership import Members
+from blocktrain.swarm_sim.world import checkers, compute, story
+from blocktrain.swarm_sim.world.clock import EPOCH_S, Clock, Queue
+from blocktrain.swarm_sim.world.links import Host, Network
+from blocktrain.swarm_sim.world.plan import KINDS, Plan
+from blocktrain.swarm_sim.world.scenarios import SCENARIOS
+from blocktrain.swarm_sim.world.story import Case, Verdict
+from blocktrain.swarm_sim.world.world import World
+
+SEEDS = 200
+
+
+def test_everything_holds_over_two_hundred_seeds() -> None:
+    failed = [verdict for verdict in story.search(0, SEEDS) if not verdict.ok]
+    assert not failed, "\n".join([failed[0].case.command(), *map(str, failed[0].violations)])
+
+
+def test_every_story_is_told_by_some_of_the_seeds() -> None:
+    assert {Case(seed).drawn().scenario for seed in range(SEEDS)} == set(SCENARIOS)
+
+
+# ---- planted bugs: one decision function replaced, each found by the checker that is there for it ----------------------------------
+
+
+def _forgets_its_exchange(self: Core, fact: f.Ended, now: float) -> list[f.Decision]:
+    return []
+
+
+def _announces_without_end(tick: Callable[[Core, float], list[f.Decision]]) -> Callable[[Core, float], list[f.Decision]]:
+    return lambda self, now: [*tick(self, now), *([f.Announce(self.phase)] * 40)]
+
+
+PLANTED = {
+    "order": (compute, "adopted_round", lambda trial, published: published - 2),
+    "verified": (acceptance, "judge", lambda measures, margin: None),
+    "coverage": (Members, "missing", lambda self, now, own: ()),
+    "views": (Core, "_buckets_to_read", lambda self, block, now: (1,)),
+    "consensus": (pairing, "candidates", lambda topology, me, others, turn, rng: []),
+    "waits": (Core, "_ended", _forgets_its_exchange),
+    "traffic": (Core, "_tick", _announces_without_end(Core._tick)),
+    "progress": (Core, "_next_offer", lambda self, now, *, fresh: []),
+}
+
+
+def _first_failure(checker: str) -> Verdict:
+    for verdict in story.search(0, SEEDS):
+        if any(violation.checker == checker for violation in verdict.violations):
+            return verdict
+    raise AssertionError(f"no seed of {SEEDS} makes the checker {checker!r} object")
+
+
+def test_there_is_a_planted_bug_for_every_checker() -> None:
+    assert set(PLANTED) == {checker.name for checker in checkers.ALL}
+
+
+@pytest.mark.parametrize("checker", PLANTED)
+def test_a_planted_bug_is_found_and_replays(checker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, name, bug = PLANTED[checker]
+    monkeypatch.setattr(place, name, bug)
+    found = _first_failure(checker)
+    again = story.tell(found.case)
+    assert again.violations == found.violations
+    assert again.trace.digest == found.trace.digest
+    assert f"--seed {found.case.seed}" in found.case.command()
+    monkeypatch.undo()
+    assert checker not in {violation.checker for violation in story.tell(found.case).violations}, "without the bug that seed is fine"
+
+
+def test_a_failing_story_is_shrunk_to_the_events_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Members, "missing", lambda self, now, own: ())
+    failed = story.tell(Case(1, "last-replica", 6))
+    assert {violation.checker for violation in failed.violations} == {"coverage"}
+    events = story.shrink(failed)
+    assert len(events) < len(failed.plan.events)
+    assert set(events) <= set(failed.plan.events)
+    assert not story.tell(failed.case, replace(failed.plan, events=events)).ok
+
+
+class NobodyDies(checkers.Checker):
+    name = "nobody-dies"
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        world.watchers.ended.append(lambda node: self.object(f"node {node.number} died"))
+
+
+def test_shrinking_keeps_what_a_failure_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(story, "ALL", (NobodyDies,))
+    failed = story.tell(Case(2, "bootstrap-gone", 6))
+    events = story.shrink(failed)
+    assert [event.kind for event in events] in (["start", "crash"], ["start", "vanish"])
+    assert len({event.who for event in events}) == 1
+
+
+# ---- one seed, one story ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scenario", ["chaos", "churn", "bad-links"])
+def test_two_runs_of_a_seed_are_equal_to_the_last_line(scenario: str) -> None:
+    first, second = (story.tell(Case(5, scenario, 10), keep=True) for _ in range(2))
+    assert first.trace.lines == second.trace.lines
+    assert len(first.trace.lines) > 1000
+    assert story.tell(Case(6, scenario, 10)).trace.digest != first.trace.digest
+
+
+def test_a_story_does_not_depend_on_how_python_hashes_text() -> None:
+    program = "from blocktrain.swarm_sim.world.story import Case, tell; print(tell(Case(5, 'chaos', 8)).trace.digest)"
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_plan_is_data_that_the_seed_decides(name: str) -> None:
+    first, second = (SCENARIOS[name](12, Random(3)) for _ in range(2))
+    assert isinstance(first, Plan)
+    assert first == second
+    assert all(event.kind in KINDS and 0 <= event.at_s <= first.end_s + 300 for event in first.events)
+    assert 0 < first.heal_at_s < first.end_s
+
+
+# ---- the world's parts ------------------------------------------------------------------------------------------------------------
+
+
+class Process:
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.frozen = False
+        self.backlog: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+
+
+def test_events_come_in_order_of_time_and_then_of_asking() -> None:
+    queue, heard = Queue(), list[str]()
+    for when, name in ((2.0, "late"), (1.0, "first"), (1.0, "second")):
+        queue.at(EPOCH_S + when, None, heard.append, name)
+    queue.run(EPOCH_S + 5)
+    assert heard == ["first", "second", "late"]
+    assert queue.now == EPOCH_S + 5
+
+
+def test_events_of_a_dead_process_are_void_and_those_of_a_frozen_one_wait() -> None:
+    queue, heard, dead, frozen = Queue(), list[str](), Process(), Process()
+    queue.at(EPOCH_S + 1, dead, heard.append, "dead")
+    queue.at(EPOCH_S + 1, frozen, heard.append, "frozen")
+    dead.epoch += 1
+    frozen.frozen = True
+    queue.run(EPOCH_S + 2)
+    assert heard == []
+    assert len(frozen.backlog) == 1
+
+
+def test_a_clock_shows_its_error_and_can_be_asked_when_it_will_show_a_time() -> None:
+    clock = Clock(skew_s=3.0, drift=1e-3)
+    assert clock.read(EPOCH_S) == EPOCH_S + 3
+    assert clock.read(EPOCH_S + 1000) == pytest.approx(EPOCH_S + 1004)
+    assert clock.true(clock.read(EPOCH_S + 500)) == pytest.approx(EPOCH_S + 500)
+
+
+def test_a_cut_lets_nothing_through_and_a_nat_only_what_it_asked_for() -> None:
+    network = Network([Host(), Host(nat=True, relayed=False), Host(nat=True)], Random(0))
+    assert network.callable(1, 0)
+    assert not network.callable(0, 1)
+    assert network.callable(0, 2)
+    network.partition([0])
+    assert not network.connected(0, 1)
+    network.heal()
+    assert network.connected(0, 1)
+
+
+def test_both_sides_of_a_merge_get_the_same_bits() -> None:
+    one, other = compute.Toy([1, 2, 3], [1, 0, 0], 20, 100), compute.Toy([1, 2, 3], [-1, 0, 0], 20, 100)
+    one.train(15)
+    other.train(40)
+    mine, theirs = one.snapshot(), other.snapshot()
+    a = one.consider(mine, theirs.payload, compute.Terms(theirs.round, theirs.weight, theirs.digest), mine_first=True)
+    b = other.consider(theirs, mine.payload, compute.Terms(mine.round, mine.weight, mine.digest), mine_first=False)
+    assert (a.digest, a.payload, a.round) == (b.digest, b.payload, b.round)
+    one.train(3)
+    assert one.adopt(a, mine)
+    assert (one.round, one.digest) == (1, a.digest)
+
+
+def test_the_toys_optimum_is_where_averaging_replicas_end() -> None:
+    one, other = compute.Toy([1, 2, 3], [1, 0, -1], 20, 100), compute.Toy([1, 2, 3], [-1, 0, 1], 20, 100)
+    for _ in range(200):
+        one.train(20)
+        other.train(20)
+        mine, theirs = one.snapshot(), other.snapshot()
+        merge = one.consider(mine, theirs.payload, compute.Terms(theirs.round, theirs.weight, theirs.digest), mine_first=True)
+        assert one.adopt(merge, mine)
+        assert other.adopt(merge, theirs)
+    assert one.loss() < 1e-6
