@@ -28,6 +28,7 @@ FETCH_TRIES: Final = 6  # then a fresh node starts from its own state, if it may
 FETCH_AGAIN_S: Final = 30.0  # before downloading is thought of again after that: training goes on, whatever somebody announces
 STALLS_FORGIVEN: Final = 2  # exchanges in a row that a peer begins and lets hang; then its offers are declined while it is put off
 MAX_STALLERS: Final = 256  # peers whose hanging exchanges are remembered
+LEAP_S: Final = 1.0  # at least between two announcements that a quick succession of rounds causes
 FIRST_READS: Final = 2  # reads of our own block before "nobody has a newer state" is believed
 BUSY_RETRY_S: Final = 1.0
 MAX_OTHER_BLOCKS_READ: Final = 8  # per refresh; larger runs take turns
@@ -97,6 +98,8 @@ class Core:
         self._own_reads = 0
         self._read_at = 0.0
         self._announce_at = 0.0
+        self._announced_at = 0.0
+        self._announced_round = 0
         self._reading: set[int] = set()
         self._turn = 0
         self._reads_done = 0  # rounds of reading
@@ -127,7 +130,7 @@ class Core:
                 return self._ended(fact, now)
             case f.Published():
                 self.round, self.digest = fact.round, fact.digest
-                return []
+                return self._announce_leap(now)
             case f.FetchEnded():
                 return self._fetch_ended(fact, now)
             case f.Blamed():
@@ -229,7 +232,7 @@ class Core:
     def _start_training(self, now: float) -> list[f.Decision]:
         self._enter("training" if self.settings.train else "serving", now)
         self._announce_at = now + self.settings.refresh_s
-        out: list[f.Decision] = [f.Announce(self.phase)]
+        out: list[f.Decision] = [self._announce(self.phase, now)]
         if self.settings.train:
             out.append(f.Train())
         return out
@@ -359,12 +362,24 @@ class Core:
             return out
         if now >= self._announce_at:
             self._announce_at = now + self.settings.refresh_s
-            out.append(f.Announce("joining" if self.phase == "fetching" else self.phase))
+            out.append(self._announce("joining" if self.phase == "fetching" else self.phase, now))
         if now >= self._read_at:
             out += self._reads(now)
         if self.phase == "joining" and not self._fetching and now >= self._fetch_at and self._own_reads >= FIRST_READS:
             out += self._catch_up(now)
         return out
+
+    def _announce_leap(self, now: float) -> list[f.Decision]:
+        """A fast replica is soon further than it said: who believes its record must not take the truth for a tall tale."""
+        leap = self.round - self._announced_round >= FAR_BEHIND_ROUNDS // 2
+        if not leap or self.phase not in ("training", "serving") or now < self._announced_at + LEAP_S:
+            return []
+        self._announce_at = now + self.settings.refresh_s
+        return [self._announce(self.phase, now)]
+
+    def _announce(self, phase: str, now: float) -> f.Announce:
+        self._announced_round, self._announced_at = self.round, now
+        return f.Announce(phase)
 
     def _reads(self, now: float) -> list[f.Decision]:
         """Our own block at every refresh, other blocks too (in turns where there are many)."""

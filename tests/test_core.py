@@ -304,6 +304,16 @@ def test_a_one_sided_merge_counts_as_accepted_and_one_sided() -> None:
 # ---- time and words -------------------------------------------------------------------------------------------------------------
 
 
+def test_a_replica_that_is_far_beyond_what_it_said_says_so_before_the_next_refresh() -> None:
+    """Else a joiner would take its state for that of a liar."""
+    core = training(LOW)
+    core.handle(f.Published(10, Digest(b"a" * 32)), T0 + 1.5)
+    assert kinds(core.handle(f.Published(40, Digest(b"b" * 32)), T0 + 3)) == ["Announce"]
+    assert kinds(core.handle(f.Published(80, Digest(b"c" * 32)), T0 + 3.5)) == []  # not more often than once a second
+    assert kinds(core.handle(f.Published(81, Digest(b"d" * 32)), T0 + 4.1)) == ["Announce"]
+    assert kinds(core.handle(f.Published(82, Digest(b"e" * 32)), T0 + 6)) == []
+
+
 def test_every_refresh_announces_and_reads_again() -> None:
     core = training(LOW)
     refresh_s = core.settings.refresh_s
