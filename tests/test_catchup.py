@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from blocktrain.node import catchup
+from blocktrain.node import catchup, download
 from blocktrain.node.catchup import Donor, Download, NotNow, fetch
 from blocktrain.node.compute import flat
 from blocktrain.node.compute.replica import TorchReplica
@@ -288,18 +288,21 @@ async def test_a_donor_serves_so_many_at_once_says_busy_and_has_room_again_after
     await stream.close()
 
 
-async def test_one_peer_has_one_download_so_that_it_cannot_take_all_places(world: World) -> None:
+async def test_one_peer_has_few_streams_so_that_it_cannot_take_all_places(world: World) -> None:
     donor = await world.donor("donor", payload=bytes(8 * 1024 * 1024))
-    first, answer = await ask(world, "greedy", donor)
+    greedy, answer = await ask(world, "greedy", donor)
     assert isinstance(answer, Have)
-    second = await world.swarm.node("greedy", Greeting(RUN, "test")).transport.open(donor.peer, STATE, timeout_s=1)
-    await second.send(WANT, timeout_s=1)
-    refusal, _ = await second.receive(timeout_s=5)
+    streams = [greedy]
+    for _ in range(download.LANES):
+        stream = await world.swarm.node("greedy", Greeting(RUN, "test")).transport.open(donor.peer, STATE, timeout_s=1)
+        await stream.send(WANT, timeout_s=1)
+        refusal, _ = await stream.receive(timeout_s=5)
+        streams.append(stream)
     assert isinstance(refusal, End)
     assert refusal.reason == "busy"
-    third, answer = await ask(world, "modest", donor)
+    modest, answer = await ask(world, "modest", donor)
     assert isinstance(answer, Have)
-    for stream in (first, second, third):
+    for stream in (*streams, modest):
         await stream.close()
 
 
@@ -350,3 +353,148 @@ async def test_a_part_beyond_the_end_is_empty(world: World) -> None:
     assert isinstance(answer, Have)
     assert answer.length == 0
     await stream.close()
+
+
+# ---- several donors at once -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that even a small state is worth being cut up."""
+    monkeypatch.setattr(download, "SMALL_BYTES", 0)
+    monkeypatch.setattr(download, "MIN_RANGE_BYTES", 4096)
+    monkeypatch.setattr(limits, "CHUNK_BYTES", 1024)
+
+
+def slow(world: World, *donors: Twin) -> None:
+    """Links on which a download takes a moment, so that others can join in."""
+    for donor in donors:
+        world.swarm.delay(world.joiner, donor, 0.005)
+
+
+async def test_all_donors_of_one_state_send_parts_of_it(world: World, in_small_pieces: None) -> None:
+    donors = [await world.donor(name) for name in ("one", "two", "three")]
+    slow(world, *donors)
+    published, failed = await world.fetch(*donors)
+    assert published == Published(7, flat.digest(world.payload()))
+    assert failed == {}
+    assert len(world.taken[0].helpers) == 2
+    assert bytes(world.replica.state()[1]) == world.payload()
+
+
+async def test_states_that_differ_are_never_mixed(world: World, in_small_pieces: None) -> None:
+    donors = [await world.donor("one", payload=world.payload(1)), await world.donor("two", payload=world.payload(2))]
+    slow(world, *donors)
+    published, failed = await world.fetch(*donors)
+    assert published is not None
+    assert failed == {}
+    assert world.taken[0].helpers == ()
+    assert bytes(world.replica.state()[1]) in (world.payload(1), world.payload(2))
+
+
+async def test_28_a_donor_that_dies_in_mid_transfer_costs_only_what_it_had_not_sent(world: World, in_small_pieces: None) -> None:
+    good = await world.donor("good")
+    dying = world.swarm.node("dying", Greeting(RUN, "test"))
+    sent = []
+
+    async def half(stream: Stream) -> None:
+        want, _ = await stream.receive(timeout_s=5)
+        assert isinstance(want, Want)
+        payload = world.payload()
+        end = want.offset + want.length if want.length else len(payload)
+        await stream.send(Have(7, flat.digest(payload), len(payload), want.offset, end - want.offset), timeout_s=1)
+        middle = (want.offset + end) // 2
+        await stream.send(Chunk(want.offset), payload[want.offset : middle], timeout_s=5)
+        sent.append(middle - want.offset)
+        await stream.close()
+
+    await dying.transport.serve(STATE, half)
+    slow(world, good, dying)
+    job = download.Job(world.joiner.transport, download.Wish(WANT, 1, 100, world.replica.state_bytes), dying.peer)
+    whole = await job.run([good.peer])
+    assert bytes(whole.payload) == world.payload()
+    assert whole.helpers == (good.peer,)
+    assert isinstance(job.failed[dying.peer], NetworkFault)
+    assert job.brought[dying.peer] > 0
+    assert job.brought[good.peer] < world.replica.state_bytes
+
+
+async def test_a_helper_that_sends_other_bytes_spoils_nothing(world: World, in_small_pieces: None) -> None:
+    """Put together it is wrong, and nobody knows whose fault that is; so one is asked for all of it."""
+    good = await world.donor("good")
+    liar = world.swarm.node("liar", Greeting(RUN, "test"))
+
+    async def lie(stream: Stream) -> None:
+        want, _ = await stream.receive(timeout_s=5)
+        assert isinstance(want, Want)
+        payload = world.payload()
+        end = want.offset + want.length if want.length else len(payload)
+        await stream.send(Have(7, flat.digest(payload), len(payload), want.offset, end - want.offset), timeout_s=1)
+        for offset in range(want.offset, end, 1024):
+            await stream.send(Chunk(offset), bytes(min(1024, end - offset)), timeout_s=5)
+        await stream.send(End("ok"), timeout_s=5)
+
+    await liar.transport.serve(STATE, lie)
+    slow(world, good, liar)
+    for donors in ((good, liar), (liar, good)):
+        published, failed = await world.fetch(*donors)
+        assert published == Published(7, flat.digest(world.payload()))
+        assert bytes(world.replica.state()[1]) == world.payload()
+        assert good.peer not in failed
+
+
+async def test_a_state_that_a_download_began_with_is_there_for_its_rest_though_newer_ones_are_published(world: World) -> None:
+    old, new = world.payload(1), world.payload(2)
+    shelf = Shelf(7, old)
+    twin = world.swarm.node("donor", Greeting(RUN, "test"))
+    await twin.transport.serve(STATE, Donor(RUN, 0, shelf).handle)  # type: ignore[arg-type]
+    first, answer = await ask(world, "joiner", twin)
+    assert isinstance(answer, Have)
+    shelf.word, shelf.payload = Published(8, flat.digest(new)), memoryview(new)
+    stream = await world.joiner.transport.open(twin.peer, STATE, timeout_s=1)
+    await stream.send(replace(WANT, digest=flat.digest(old), offset=4, length=8), timeout_s=1)
+    answer, _ = await stream.receive(timeout_s=5)
+    assert answer == Have(7, flat.digest(old), len(old), 4, 8)
+    chunk, body = await stream.receive(timeout_s=5, max_body=64)
+    assert (chunk, bytes(body)) == (Chunk(4), old[4:12])
+    await stream.close()
+    await first.close()
+
+
+async def test_29_of_many_joiners_at_once_no_donor_serves_more_than_its_share(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    donors = [world.swarm.node(f"donor {number}", Greeting(RUN, "test")) for number in range(3)]
+    serving = [Donor(RUN, 0, Shelf(7, world.payload())) for _ in donors]  # type: ignore[arg-type]
+    most = [0, 0, 0]
+    for twin, donor_side in zip(donors, serving, strict=True):
+        await twin.transport.serve(STATE, donor_side.handle)
+    joiners = [world.swarm.node(f"joiner {number}", Greeting(RUN, "test")) for number in range(6)]
+    for joiner in joiners:
+        for donor in donors:
+            world.swarm.delay(joiner, donor, 0.02)
+    taken = []
+
+    async def apply(whole: Download) -> Published:
+        taken.append(whole)
+        return Published(whole.round, whole.digest)
+
+    async def join(number: int) -> None:
+        rng = Random(number)
+        for _ in range(100):
+            published, _ = await fetch(
+                joiners[number].transport, WANT, [donor.peer for donor in donors], 1, world.replica.state_bytes, rng=rng, apply=apply
+            )
+            if published is not None:
+                return
+            await asyncio.sleep(0.02)  # as the core does, with longer pauses: all donors were busy
+        raise AssertionError("never served")
+
+    async def count() -> None:
+        while True:
+            most[:] = [max(before, now.serving) for before, now in zip(most, serving, strict=True)]
+            await asyncio.sleep(0.005)
+
+    counting = asyncio.create_task(count())
+    await asyncio.gather(*(join(number) for number in range(6)))
+    counting.cancel()
+    assert len(taken) == 6
+    assert max(most) <= 3, most  # six joiners over three donors, and one more
