@@ -39,7 +39,7 @@ class Transfer:
         """`streams`: how many were agreed on. Raises: Malformed: the announced size is not that of a snapshot like ours."""
         if size != len(payload):
             raise Malformed(f"a snapshot of {size} bytes; ours has {len(payload)}")
-        self.theirs = memoryview(np.empty(size, np.uint8))
+        self.theirs = np.empty(size, np.uint8).data
         self.began_at: float | None = None
         self.outcome: Outcome | None = None
         self.lanes = 0

@@ -120,6 +120,14 @@ def bench_node(options: BenchOptions = BenchOptions()) -> int:
     return benches.command(BENCH, options)
 
 
+def bench_gossip(options: BenchOptions = BenchOptions()) -> int:
+    """What averaging costs: our exchange beside hivemind's averager, here and on an emulated link; codecs, attacks, outer steps, mixing."""
+    from blocktrain.swarm_sim import benches
+    from blocktrain.swarm_sim.bench_gossip import BENCH
+
+    return benches.command(BENCH, _split(options))
+
+
 def bench_quality(options: BenchOptions = BenchOptions(), lab: LabOptions = LabOptions()) -> int:
     """What the learning recipe is worth: the chain, its blocks, plain blocks, the end-to-end reference, the paper's tables, and text.
 
@@ -172,6 +180,7 @@ def bench_all(options: BenchOptions = BenchOptions()) -> int:
     from blocktrain.swarm_sim import bench_step as step
     from blocktrain.swarm_sim import bench_sweep as sweeps
     from blocktrain.swarm_sim import benches
+    from blocktrain.swarm_sim.bench_gossip import BENCH as GOSSIP
     from blocktrain.swarm_sim.bench_node import BENCH
 
     if options.parts:
@@ -179,6 +188,7 @@ def bench_all(options: BenchOptions = BenchOptions()) -> int:
     return benches.commands(
         [
             BENCH,
+            GOSSIP,
             step.bench(None),
             quality.bench(quality.Settings()),
             sweeps.bench(sweeps.plan(SweepOptions().rtt_ms, SweepOptions().blocks)),
@@ -198,6 +208,7 @@ def bench_world(options: BenchOptions = BenchOptions()) -> int:
 BENCHES: Final = {
     "world": bench_world,
     "node": bench_node,
+    "gossip": bench_gossip,
     "quality": bench_quality,
     "ideas": bench_ideas,
     "step": bench_step,

@@ -8,7 +8,8 @@ included. With four peers hivemind averages one group of four; ours needs two ro
 
 **wan.** The same over an emulated link (link.py), ours in int8 over as many streams as the link needs.
 
-The other parts: `train` (training speed during back-to-back exchanges), `codecs` (bytes, and the loss after the same steps with each).
+The other parts: `train` (training speed during back-to-back exchanges, gossip_train.py); `codecs`, `attacks` and `outer` (what they do to
+the loss, gossip_lab.py); `mixing` (how fast each topology brings replicas together, gossip_mixing.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from blocktrain.protocol.messages import TOPOLOGIES
+from blocktrain.swarm_sim import gossip_mixing
 from blocktrain.swarm_sim.benches import Bench, Session
 from blocktrain.swarm_sim.gossip_sides import LOCAL, Ours, Place, Sample, Theirs, open_sides
 
@@ -28,12 +31,18 @@ SIZES: Final = {"1m": (128, 5), "10m": (384, 6), "50m": (1024, 4)}  # width and 
 PAIRS: Final = {"1m": 9, "10m": 9, "50m": 5}
 BRIEF_PAIRS: Final = 3
 RIVAL_CODECS: Final = {"fp32": None, "fp16": "fp16"}
+COMPARED: Final = ("parameters", "speedup", "speedup_low", "speedup_high", "speedup_fp16", "cpu_ratio", "ours_s", "ours_cpu_s", "theirs_s",
+                   "theirs_cpu_s", "ours_bytes", "matchmaking_s")  # fmt: skip
+ATTACKED: Final = ("nan", "million", "sign", "sign_of_the_change", "random")
 KEYS: Final = {
-    "loopback": tuple(f"loopback_{size}_{what}" for size in SIZES for what in ("speedup", "cpu_ratio", "ours_s", "theirs_s")),
-    "four": ("four_10m_speedup", "four_10m_cpu_ratio"),
-    "wan": ("wan_10m_speedup", "wan_link_share"),
-    "train": ("train_during_exchange",),
-    "codecs": ("int8_bytes_ratio", "int8_loss_delta", "sparse_bytes_ratio", "sparse_loss_delta"),
+    "loopback": tuple(f"loopback_{size}_{what}" for size in SIZES for what in (*COMPARED, "ours_heldout_s")),
+    "four": tuple(f"four_10m_{what}" for what in COMPARED),
+    "wan": (*(f"wan_{size}_{what}" for size in ("10m", "50m") for what in (*COMPARED, "link_share")), "wan_link_share"),
+    "train": ("train_during_exchange", "train_during_exchange_low", "train_during_exchange_high", "train_during_exchange_cpu"),
+    "codecs": tuple(f"{codec}_{what}" for codec in ("bf16", "int8", "sparse") for what in ("bytes_ratio", "loss_delta")),
+    "attacks": (*(f"attack_{name}_loss_ratio" for name in ATTACKED), "attack_worst_loss_ratio", "attack_honest_refused"),
+    "outer": tuple(f"outer_{outer}_{every}_loss" for outer in ("mean", "noloco", "diloco", "lo-fi") for every in (10, 50)),
+    "mixing": tuple(f"mixing_{topology}_{size}" for topology in TOPOLOGIES for size in gossip_mixing.SIZES),
 }
 
 
@@ -56,6 +65,9 @@ def run(session: Session) -> None:
     """All parts that are wanted."""
     from blocktrain.swarm_sim import gossip_lab, gossip_train
 
+    session.measure("mixing", gossip_mixing.numbers)
+    session.measure("attacks", lambda: gossip_lab.attacks(session))
+    session.measure("outer", lambda: gossip_lab.outer_steps(session))
     session.measure("codecs", lambda: gossip_lab.codec_losses(session))
     session.measure("train", lambda: gossip_train.measure(session))
     session.measure("loopback", lambda: _loopback(session))

@@ -79,6 +79,7 @@ class Learner:
     references: dict[PeerId, Tensor] = field(default_factory=dict)  # partner → our last merge with it, newest last
     put_off: dict[PeerId, tuple[int, int]] = field(default_factory=dict)  # offender → (round until, offences)
     velocity: Tensor | None = None
+    loss: float | None = None  # of the published state, in the check
 
     @property
     def live(self) -> Tensor:
@@ -180,7 +181,8 @@ class Lab:
             before = self.loss(coder.decode(own, size, reference), self.check) if finite else None
             after = self.loss(merge.state, self.check) if finite else None
             try:
-                acceptance.judge(Measures(finite, merge.own_norm, merge.distance, merge.drift, before, after), MARGIN)
+                norms = (merge.own_norm, merge.distance, merge.drift)
+                acceptance.judge(Measures(finite, *norms, before, after, merge.along, mine.loss), MARGIN)
             except PeerFault as fault:
                 self.refused += 1
                 self.whys.append(f"round {number}: {fault.why}")
@@ -190,6 +192,7 @@ class Lab:
                 continue
             self.used_bad += bool(self.setting.attack) and other is self.learners[-1]
             self._adopt(mine, other, merge.state, merge.difference)
+            mine.loss = after
 
     def _adopt(self, mine: Learner, other: Learner, state: Tensor, difference: Tensor) -> None:
         mine.live.add_(OUTER[self.setting.outer](mine, state, difference))
@@ -209,6 +212,7 @@ class Lab:
 
 
 def _own_round(learner: Learner) -> None:
+    learner.loss = None
     learner.published = learner.live.clone()
     learner.trainer.counters.since_round = 0
     learner.trainer.round += 1
@@ -298,8 +302,10 @@ def attacks(session: Session) -> dict[str, object]:
     """The honest two's loss after 20 rounds beside an attacker, over that of the same two without it."""
     steps = 200
     seeds = range(session.seeds or (1 if session.brief else 3))
-    alone = {seed: Lab(Setting(2, steps=steps, seed=seed, topology="pairs")).run().published for seed in seeds}
+    quiet = [Lab(Setting(2, steps=steps, seed=seed, topology="pairs")).run() for seed in seeds]
+    alone = {seed: end.published for seed, end in zip(seeds, quiet, strict=True)}
     numbers: dict[str, object] = {"attack_none_loss": statistics.fmean(alone.values())}
+    numbers["attack_honest_refused"] = sum(end.refused for end in quiet)
     worst = 0.0
     for attack in ATTACKS:
         ends = {seed: Lab(Setting(3, steps=steps, seed=seed, topology="pairs", attack=attack)).run() for seed in seeds}

@@ -176,7 +176,7 @@ class Peer:
 def _training_thread_s() -> float:
     """CPU seconds of the thread that trains."""
     names = {thread.native_id for thread in threading.enumerate() if thread.name == "blocktrain-train"}
-    return sum(each.user_time + each.system_time for each in psutil.Process().threads() if each.id in names)
+    return float(sum(each.user_time + each.system_time for each in psutil.Process().threads() if each.id in names))
 
 
 async def _main(runtime: Runtime) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.protocol.acceptance import MAX_DRIFT_RATIO, MIN_DRIFT_SHARE, STATE_MARGIN, Measures, judge, judge_state
+from blocktrain.protocol.acceptance import MAX_DRIFT_RATIO, MIN_ALONG, MIN_DRIFT_SHARE, STATE_MARGIN, Measures, judge, judge_state
 from blocktrain.protocol.errors import PeerFault
 
 HONEST = Measures(finite=True, own_norm=100.0, distance=2.0, drift=1.0, loss_before=2.0, loss_after=1.95)
@@ -42,6 +42,20 @@ def test_a_merge_that_hurts_our_held_out_loss_beyond_the_margin_is_refused() -> 
     judge(dataclasses.replace(HONEST, loss_after=2.019), 0.02)
     refused(r"^held-out loss: the merge has 2.021, ours 2.000, margin 0.02$", loss_after=2.021)
     judge(dataclasses.replace(HONEST, loss_after=2.4), 0.5)
+
+
+def test_while_losses_fall_fast_a_mean_that_lags_behind_is_accepted_from_one_who_goes_our_way() -> None:
+    early = {"loss_published": 3.6, "loss_before": 1.9}
+    judge(dataclasses.replace(HONEST, **early, loss_after=2.3, along=0.4), 0.02)
+    refused("^held-out loss", **early, loss_after=2.4, along=0.4)
+    refused("^held-out loss", **early, loss_after=2.0, along=0.0)
+
+
+@pytest.mark.parametrize("along", [MIN_ALONG - 0.01, 0.0, -1.0, NAN])
+def test_who_goes_elsewhere_may_hardly_hurt(along: float) -> None:
+    judge(dataclasses.replace(HONEST, loss_after=1.999, along=along), 0.1)
+    refused("^held-out loss", loss_after=2.05, along=along)
+    judge(dataclasses.replace(HONEST, loss_after=2.05, along=MIN_ALONG), 0.1)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])

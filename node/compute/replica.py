@@ -241,7 +241,7 @@ class TorchReplica:
             return Trial(round, NO_DIGEST, Measures(False, *norms, None, None), None, verified_at)
         before, after = (self._measure_snapshot(mine), self._measure(merge.state)) if self._checks else (None, None)
         token = _Merge(merge.state, self._mover.to_device(merge.difference), mine.generation, after)
-        return Trial(round, merge.digest, Measures(True, *norms, before, after), token, verified_at)
+        return Trial(round, merge.digest, Measures(True, *norms, before, after, merge.along, self._heldout), token, verified_at)
 
     def _measure_snapshot(self, mine: _Taken) -> float:
         read = codecs.codec_of(mine.codec).reader(mine.payload, self._size, mine.reference)
