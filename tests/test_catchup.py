@@ -14,12 +14,12 @@ from blocktrain.node import catchup, download
 from blocktrain.node.catchup import Donor, Download, NotNow, fetch
 from blocktrain.node.compute import flat
 from blocktrain.node.compute.replica import TorchReplica
-from blocktrain.node.ports import Published, Stream
+from blocktrain.node.ports import Buffer, Published, Stream
 from blocktrain.protocol import limits
 from blocktrain.protocol.errors import NetworkFault, PeerFault
 from blocktrain.protocol.handshake import Greeting
 from blocktrain.protocol.ids import NO_DIGEST, Digest, PeerId
-from blocktrain.protocol.messages import STATE, Chunk, End, Have, Want
+from blocktrain.protocol.messages import STATE, Chunk, End, Have, Message, Want
 from tests.swarm_kit import manifest, replica, until
 from tests.twins import Swarm, Twin
 
@@ -366,15 +366,45 @@ def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "CHUNK_BYTES", 1024)
 
 
-def slow(world: World, *donors: Twin) -> None:
-    """Links on which a download takes a moment, so that others can join in."""
-    for donor in donors:
-        world.swarm.delay(world.joiner, donor, 0.005)
+class Slow:
+    """A donor's stream that sends nothing but its first answer until all donors have been asked: so all can take part."""
+
+    def __init__(self, stream: Stream, all_asked: asyncio.Event) -> None:
+        self._stream = stream
+        self._all_asked = all_asked
+        self.peer = stream.peer
+        self.receive = stream.receive
+        self.close = stream.close
+
+    async def send(self, message: Message, body: Buffer = b"", *, timeout_s: float) -> None:
+        if isinstance(message, Chunk):
+            async with asyncio.timeout(10):
+                await self._all_asked.wait()
+        await self._stream.send(message, body, timeout_s=timeout_s)
+
+
+async def serve_together(world: World, payloads: dict[str, bytes]) -> list[Twin]:
+    """Donors that begin to send when the joiner has asked all of them."""
+    asked: set[str] = set()
+    all_asked = asyncio.Event()
+    twins = []
+    for name, payload in payloads.items():
+        twin = world.swarm.node(name, Greeting(RUN, "test"))
+        donor = Donor(RUN, 0, Shelf(7, payload))  # type: ignore[arg-type]
+
+        async def handle(stream: Stream, name: str = name, donor: Donor = donor) -> None:
+            asked.add(name)
+            if len(asked) == len(payloads):
+                all_asked.set()
+            await donor.handle(Slow(stream, all_asked))  # type: ignore[arg-type]
+
+        await twin.transport.serve(STATE, handle)
+        twins.append(twin)
+    return twins
 
 
 async def test_all_donors_of_one_state_send_parts_of_it(world: World, in_small_pieces: None) -> None:
-    donors = [await world.donor(name) for name in ("one", "two", "three")]
-    slow(world, *donors)
+    donors = await serve_together(world, dict.fromkeys(("one", "two", "three"), world.payload()))
     published, failed = await world.fetch(*donors)
     assert published == Published(7, flat.digest(world.payload()))
     assert failed == {}
@@ -383,8 +413,7 @@ async def test_all_donors_of_one_state_send_parts_of_it(world: World, in_small_p
 
 
 async def test_states_that_differ_are_never_mixed(world: World, in_small_pieces: None) -> None:
-    donors = [await world.donor("one", payload=world.payload(1)), await world.donor("two", payload=world.payload(2))]
-    slow(world, *donors)
+    donors = await serve_together(world, {"one": world.payload(1), "two": world.payload(2)})
     published, failed = await world.fetch(*donors)
     assert published is not None
     assert failed == {}
@@ -409,7 +438,6 @@ async def test_28_a_donor_that_dies_in_mid_transfer_costs_only_what_it_had_not_s
         await stream.close()
 
     await dying.transport.serve(STATE, half)
-    slow(world, good, dying)
     job = download.Job(world.joiner.transport, download.Wish(WANT, 1, 100, world.replica.state_bytes), dying.peer)
     whole = await job.run([good.peer])
     assert bytes(whole.payload) == world.payload()
@@ -435,7 +463,6 @@ async def test_a_helper_that_sends_other_bytes_spoils_nothing(world: World, in_s
         await stream.send(End("ok"), timeout_s=5)
 
     await liar.transport.serve(STATE, lie)
-    slow(world, good, liar)
     for donors in ((good, liar), (liar, good)):
         published, failed = await world.fetch(*donors)
         assert published == Published(7, flat.digest(world.payload()))
