@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from blocktrain.node import logs
 from blocktrain.node.catchup import Donor, Download, NotNow, fetch
 from blocktrain.node.config import NodeConfig
 from blocktrain.node.exchanger import Exchanger, Side
@@ -28,13 +29,14 @@ from blocktrain.protocol.errors import Malformed, NetworkFault, PeerFault
 from blocktrain.protocol.ids import NO_DIGEST, short
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.messages import EXCHANGE, INFO, LINK, STATE, SWEEP, Decline, Lane, Offer, Want
-from blocktrain.protocol.records import Announcement, RunRecord
+from blocktrain.protocol.records import Announcement, RunRecord, Seen
 
 log = logging.getLogger("blocktrain.node")
 
 DHT_TIMEOUT_S = 8.0  # one read or write; below the refresh, so that they never pile up
 LEAVE_TIMEOUT_S = 1.5  # to write the tombstone when the node ends
 MIN_TICK_S = 0.05
+CLASH_MARGIN_S = 0.5  # copies of one record, in several buckets, may differ by less
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Node:
         self._training = False
         self.paused = config.training.paused
         self._start_round = 0
+        self._double_expires_at = 0.0  # of the newest record that somebody else wrote under our identity
         self.rounds_done = asyncio.Event()  # set when `--rounds` are done
         self.announced = asyncio.Event()  # set after the first announcement was stored
         self.fatal: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -324,7 +327,23 @@ class Node:
                 seen += await self.parts.directory.read_block(self.manifest.run, order.block, bucket, timeout_s=DHT_TIMEOUT_S)
         except (NetworkFault, TimeoutError) as fault:
             log.debug("read of block %d failed: %s", order.block, fault)
+        self._look_for_double(seen)
         self.tell(f.Saw(order.block, tuple(seen)))
+
+    def _look_for_double(self, seen: Sequence[Seen]) -> None:
+        """Say so where somebody else renews records under our identity from other addresses: a copied key file.
+
+        One such record may be left of an earlier life of ours; a second, later one is not.
+        """
+        ours = set(self.parts.directory.addresses())
+        for each in seen:
+            theirs = each.announcement.addresses
+            if each.peer != self.me or not theirs or ours & set(theirs):
+                continue
+            if 0 < self._double_expires_at < each.expires_at - CLASH_MARGIN_S:
+                text = f"another node uses our identity {short(self.me)} at {theirs[0]}: both lose connections; give one its own --identity"
+                logs.say_once_a_minute(log, logging.WARNING, "double", text)
+            self._double_expires_at = max(self._double_expires_at, each.expires_at)
 
     # ---- talk -------------------------------------------------------------------------------------------------------------------
 

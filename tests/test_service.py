@@ -211,3 +211,19 @@ def test_a_node_that_is_asked_to_stop_while_it_starts_stops(programs: Programs) 
     host = programs.start(host=True)
     host.wait(lambda status: status["phase"] == "starting")
     in_time(host, signal.SIGINT, 0, 5.0)
+
+
+def test_a_copied_identity_is_told_to_both_who_use_it(programs: Programs) -> None:
+    """Locks keep two processes of one file apart; a copy of the file, perhaps on another machine, only the DHT can show."""
+    host = programs.start(host=True)
+    address = host.up()
+    key = programs.folder / "one.key"
+    first = programs.start("--identity", str(key), peers=(address,))
+    first.up()
+    copy = programs.folder / "two.key"
+    copy.write_bytes(key.read_bytes())
+    second = programs.start("--identity", str(copy), peers=(address,))
+    first.wait_talk("another node uses our identity")
+    assert "another node uses our identity" in first.talk()
+    assert "another node uses our identity" not in host.talk()
+    assert "Traceback" not in first.talk() + second.talk()
