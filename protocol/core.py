@@ -17,7 +17,7 @@ from blocktrain.protocol import facts as f
 from blocktrain.protocol import limits, pairing
 from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
 from blocktrain.protocol.chance import Rng
-from blocktrain.protocol.exchange import Result, offer_stands
+from blocktrain.protocol.exchange import Pace, Result, offer_stands
 from blocktrain.protocol.ids import Digest, PeerId, short
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.membership import Member, Members, believable_round
@@ -86,6 +86,7 @@ class Core:
         self.digest = Digest(bytes(32))
         self.phase = "starting"
         self.current: Current | None = None
+        self.pace = Pace(settings.tau_s)
         self.last_refusal = ""
         self._rng = rng
         self._phase_since = 0.0
@@ -252,7 +253,7 @@ class Core:
             peer = self._queue.pop(0)
             if self.members.avoided(peer, now) > 0:
                 continue
-            self.current = Current(self._rng.randbytes(16), peer, True, now + self.settings.tau_s, False)
+            self.current = Current(self._rng.randbytes(16), peer, True, now + self.pace.tau_s, False)
             self._asked[peer] = "asked"
             return [f.SendOffer(self.current.id, peer, self.current.deadline)]
         self._due = False
@@ -272,7 +273,7 @@ class Core:
                 why, retry_s = ("crossed" if crossed else "busy"), BUSY_RETRY_S
         if why:
             return [f.Refuse(offer.exchange, peer, why, retry_s)]
-        self.current = Current(offer.exchange, peer, False, now + self.settings.tau_s, True)
+        self.current = Current(offer.exchange, peer, False, now + self.pace.tau_s, True)
         return [*out, f.Take(offer.exchange, peer, self.current.deadline)]
 
     def _objection(self, fact: f.Offered, now: float) -> tuple[str, float]:
@@ -302,6 +303,7 @@ class Core:
         if ours and self.current is not None:
             self._note_stall(self.current, result)
             self.current = None
+        self.pace.ended(result.kind, fact.took_s)
         self._count(fact, now)
         if result.kind in ("merged", "one_sided"):
             self._due = self._fresh = False

@@ -18,6 +18,7 @@ nothing of it is used. Two offers that cross: the one of the lower peer id stand
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,6 +29,10 @@ from blocktrain.protocol.messages import Accept, Offer, Outcome
 
 RESULTS: Final = ("merged", "one_sided", "refused", "late", "lost", "declined")
 MAX_WEIGHT_ROUNDS: Final = 4.0  # rounds of work that one side may claim in a merge; so no side weighs more than 5 : 1
+PACE_KEPT: Final = 16  # exchanges that τ looks back on
+PACE_FIRST: Final = 4  # before so many it does not adapt
+PACE_FACTOR: Final = 4.0
+MIN_TAU_S: Final = 5.0  # a machine that swaps or sleeps for a moment is not late
 MAX_STREAMS: Final = 8  # an exchange's snapshots are striped over; 8 carry 31 MB/s at 40 ms
 WINDOW_BYTES: Final = 256 * 1024  # what one libp2p stream has under way, so that it carries this much per round trip
 SHORT_RTT_S: Final = 0.01  # below it one stream carries more than the daemon does
@@ -71,6 +76,33 @@ def shares(first: float, second: float, per_round: float) -> tuple[float, float]
     a = per_round + min(max(first, 0.0), most)
     b = per_round + min(max(second, 0.0), most)
     return a / (a + b), b / (a + b)
+
+
+class Pace:
+    """τ, from what exchanges of our block really take: four times the longest of the last sixteen that were used, within bounds.
+
+    Until four were used, and whatever they took, τ is at most what the node's settings say. A late one doubles it until the next that is
+    used, so that a link that became slow is not cut off for ever by what it was. Both sides keep their own: the shorter τ decides.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self._took: deque[float] = deque(maxlen=PACE_KEPT)
+        self._patience = 1.0
+
+    def ended(self, kind: str, took_s: float) -> None:
+        """An exchange of ours or theirs is over."""
+        if kind in ("merged", "one_sided"):
+            self._took.append(took_s)
+            self._patience = 1.0
+        elif kind == "late":
+            self._patience *= 2
+
+    @property
+    def tau_s(self) -> float:
+        if len(self._took) < PACE_FIRST:
+            return self._most_s
+        return min(self._most_s, max(MIN_TAU_S, PACE_FACTOR * max(self._took)) * self._patience)
 
 
 @dataclass(frozen=True)
