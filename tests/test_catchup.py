@@ -109,7 +109,7 @@ async def test_what_a_donor_does_not_have_it_refuses_with_a_reason(world: World,
     assert "unknown" in str(failed[donor.peer])
 
 
-async def test_an_older_state_than_wanted_is_not_taken_and_nobodys_fault(world: World) -> None:
+async def test_30_an_older_state_than_wanted_is_not_taken_and_nobodys_fault(world: World) -> None:
     old, new = await world.donor("old", round=3), await world.donor("new", round=9)
     for donors in ((old, new), (new, old)):
         published, failed = await world.fetch(*donors, at_least=9)

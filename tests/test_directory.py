@@ -82,7 +82,7 @@ async def test_a_node_that_is_alone_keeps_its_own_records(net_factory: MakeNet) 
     assert [(peer, run) for peer, run, _ in await later.directory.read_runs(timeout_s=5)] == [(host.directory.peer, record)]
 
 
-async def test_who_leaves_and_comes_back_at_once_is_seen_again(net_factory: MakeNet) -> None:
+async def test_18_who_leaves_and_comes_back_at_once_is_seen_again(net_factory: MakeNet) -> None:
     host = await net_factory()
     joiner = await net_factory(host)
     for phase in ("training", "left", "joining", "left", "training"):

@@ -68,7 +68,7 @@ def test_a_batch_in_parts_needs_less_memory() -> None:
 # This machine
 
 
-def test_versions_come_from_really_importing_what_a_node_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_12_versions_come_from_really_importing_what_a_node_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = only(list(doctor.check_versions(DoctorConfig())))
     assert finding.level == OK
     assert "hivemind 1.1" in finding.text

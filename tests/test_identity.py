@@ -42,7 +42,7 @@ async def test_the_daemon_takes_the_file_and_has_the_same_peer_id(net_factory: M
         assert mine.peer_id in other.libp2p.neighbours()
 
 
-def test_a_second_holder_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
+def test_09_a_second_holder_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
     path = tmp_path / "node.key"
     with identity.load_or_create(path):
         with pytest.raises(UsageError, match=rf"in use by process {os.getpid()}: .*--identity"):
@@ -76,7 +76,7 @@ def test_the_lock_ends_with_the_process_that_held_it(tmp_path: Path) -> None:
         (b"-----BEGIN PRIVATE KEY-----", "no Ed25519 identity"),
     ],
 )
-def test_a_file_that_is_no_whole_key_is_refused_with_a_remedy_and_left_alone(tmp_path: Path, data: bytes, says: str) -> None:
+def test_10_a_file_that_is_no_whole_key_is_refused_with_a_remedy_and_left_alone(tmp_path: Path, data: bytes, says: str) -> None:
     path = tmp_path / "node.key"
     path.write_bytes(data)
     with pytest.raises(UsageError, match=says) as caught:

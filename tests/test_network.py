@@ -62,7 +62,7 @@ async def end_daemon(net: Net) -> None:
 
 
 @pytest.mark.real
-async def test_the_first_initial_peer_is_dead_and_the_second_is_enough(net_factory: MakeNet, caplog: pytest.LogCaptureFixture) -> None:
+async def test_03_the_first_initial_peer_is_dead_and_the_second_is_enough(net_factory: MakeNet, caplog: pytest.LogCaptureFixture) -> None:
     host = await net_factory()
     caplog.clear()
     gone = dead()
@@ -73,7 +73,7 @@ async def test_the_first_initial_peer_is_dead_and_the_second_is_enough(net_facto
 
 
 @pytest.mark.real
-async def test_when_all_initial_peers_are_dead_each_is_listed_with_its_reason(
+async def test_02_when_all_initial_peers_are_dead_each_is_listed_with_its_reason(
     net_factory: MakeNet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bootstrap, "TRY_TIMEOUT_S", 1.0)
@@ -96,7 +96,7 @@ async def test_when_all_initial_peers_are_dead_each_is_listed_with_its_reason(
 
 
 @pytest.mark.real
-async def test_told_to_wait_a_node_starts_alone_and_joins_when_its_initial_peer_comes(
+async def test_02_told_to_wait_a_node_starts_alone_and_joins_when_its_initial_peer_comes(
     net_factory: MakeNet, new_identity: Callable[[], object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(bootstrap, "CHECK_S", 0.1)
@@ -111,7 +111,7 @@ async def test_told_to_wait_a_node_starts_alone_and_joins_when_its_initial_peer_
 
 
 @pytest.mark.real
-async def test_two_halves_that_lost_each_other_become_one_swarm_again(net_factory: MakeNet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_17_two_halves_that_lost_each_other_become_one_swarm_again(net_factory: MakeNet, monkeypatch: pytest.MonkeyPatch) -> None:
     """2 + 2 nodes, the halves' connections cut and their tables emptied: each half knows only itself, then they meet again."""
     monkeypatch.setattr(bootstrap, "CHECK_S", 0.2)
     monkeypatch.setattr(bootstrap, "PAUSE_S", 0.2)
@@ -139,7 +139,7 @@ async def forget(net: Net, other: Net) -> None:
 
 
 @pytest.mark.real
-async def test_a_peer_that_restarted_at_another_port_is_found_by_its_announced_address(
+async def test_16_a_peer_that_restarted_at_another_port_is_found_by_its_announced_address(
     net_factory: MakeNet, new_identity: Callable[[], object]
 ) -> None:
     mover = new_identity()
@@ -192,7 +192,7 @@ async def fails(error: type[Exception], **network: object) -> str:
     return str(caught.value)
 
 
-async def test_a_port_in_use_is_named_with_its_holder() -> None:
+async def test_07_a_port_in_use_is_named_with_its_holder() -> None:
     with listening() as port:
         said = await fails(UsageError, host_maddrs=(f"/ip4/127.0.0.1/tcp/{port}",))
         assert f"port {port} is in use by" in said
@@ -202,7 +202,7 @@ async def test_a_port_in_use_is_named_with_its_holder() -> None:
 
 
 @pytest.mark.real
-async def test_two_nodes_cannot_share_a_port(net_factory: MakeNet) -> None:
+async def test_07_two_nodes_cannot_share_a_port(net_factory: MakeNet) -> None:
     host = await net_factory()
     port = host.directory.addresses()[0].split("/")[4]
     with pytest.raises(UsageError, match=rf"port {port} is in use by p2pd \(process {host.libp2p.daemon_pid}\)"):
@@ -226,7 +226,7 @@ async def test_two_nodes_cannot_share_a_port(net_factory: MakeNet) -> None:
         ),
     ],
 )
-async def test_bad_addresses_are_refused_before_anything_starts(network: dict[str, object], says: str) -> None:
+async def test_06_bad_addresses_are_refused_before_anything_starts(network: dict[str, object], says: str) -> None:
     assert says in await fails(UsageError, **network)
 
 
@@ -307,7 +307,7 @@ def stub(folder: Path, script: str) -> Path:
 
 
 @pytest.mark.real
-async def test_a_daemon_that_needs_long_to_start_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_01_a_daemon_that_needs_long_to_start_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = daemon.find_binary()
     slow = stub(tmp_path, f'sleep 1.5; exec {real} "$@"')
     monkeypatch.setattr(daemon, "find_binary", lambda: slow)
@@ -316,7 +316,7 @@ async def test_a_daemon_that_needs_long_to_start_is_waited_for(tmp_path: Path, m
 
 
 @pytest.mark.real
-async def test_a_daemon_that_does_not_start_is_reported_with_its_last_words_and_the_flag(
+async def test_01_a_daemon_that_does_not_start_is_reported_with_its_last_words_and_the_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -332,7 +332,7 @@ async def test_a_daemon_that_does_not_start_is_reported_with_its_last_words_and_
     assert "panic: no memory" in said
 
 
-async def test_a_machine_that_the_daemon_was_not_built_for_gets_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_13_a_machine_that_the_daemon_was_not_built_for_gets_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "p2pd"
     broken.write_bytes(b"\x7fELF" + bytes(100))
     broken.chmod(0o755)

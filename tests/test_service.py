@@ -213,7 +213,7 @@ def test_a_node_that_is_asked_to_stop_while_it_starts_stops(programs: Programs) 
     in_time(host, signal.SIGINT, 0, 5.0)
 
 
-def test_a_copied_identity_is_told_to_both_who_use_it(programs: Programs) -> None:
+def test_09_a_copied_identity_is_told_to_both_who_use_it(programs: Programs) -> None:
     """Locks keep two processes of one file apart; a copy of the file, perhaps on another machine, only the DHT can show."""
     host = programs.start(host=True)
     address = host.up()

@@ -129,7 +129,7 @@ async def test_a_text_takes_a_holder_of_every_block_and_a_missing_block_is_named
     assert host.node.core.members.coverage(time.time(), 0)[0] == 1
 
 
-async def test_a_holder_that_does_not_train_is_never_asked_to_average(nodes: Nodes) -> None:
+async def test_19_a_holder_that_does_not_train_is_never_asked_to_average(nodes: Nodes) -> None:
     host = await nodes.start()
     await until(lambda: host.round >= 2, host.said)
     spectator = await nodes.start(0, host, training=Training(block=0, train=False))
