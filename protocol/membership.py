@@ -165,6 +165,8 @@ class Members:
         self._shelve(seen.peer, peer)
         if word.phase not in _NO_HOLDER:
             self._last[word.block] = (seen.peer, now)
+        elif left and word.block not in self._last:
+            self._last[word.block] = (seen.peer, now)  # all that a newcomer can know: who was here until a moment ago
         return True
 
     def hear(self, block: int, records: Sequence[Seen], now: float) -> None:
