@@ -68,6 +68,7 @@ def announced(place: int, level: int) -> list[int]:
     return numbers
 
 
-def read(place: int, level: int) -> list[int]:
+@lru_cache(maxsize=1 << 15)
+def read(place: int, level: int) -> tuple[int, ...]:
     """The numbers of a peer's own buckets that it reads, besides a random one."""
-    return sorted({number(place, level), number(place, max(1, level // 2))}, reverse=True)
+    return tuple(sorted({number(place, level), number(place, max(1, level // 2))}, reverse=True))

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Protocol
 
 from blocktrain.protocol import limits
 from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
-from blocktrain.protocol.buckets import announced, next_level, place_of, read
+from blocktrain.protocol.buckets import PER_BUCKET, announced, next_level, place_of, read
 from blocktrain.protocol.ids import PeerId, RunId
 from blocktrain.protocol.records import Seen
 
@@ -28,7 +28,8 @@ OFFENDED_HALF_LIFE_S: Final = 3600.0
 FRIEND_KEPT_S: Final = 600.0  # how long the RTT of a peer whose record ended is remembered: it may come back
 RTT_SHARE: Final = 0.25  # weight of the newest RTT in the moving average
 UNREAD_MOST: Final = 4  # reads of a block that wait until somebody asks: both of our own buckets and two random ones
-RECOUNT_S: Final = 4 * limits.TTL_S  # a settled level is counted again after this
+RECOUNT_S: Final = 20 * limits.TTL_S  # a level that every read confirms is counted again after this
+SWEEP_PAST: Final = 16  # living peers that a sweep looks past to find those whose records ended
 _NO_HOLDER: Final = ("left", "choosing")  # phases of a record that does not make its writer a holder
 
 
@@ -334,7 +335,10 @@ class Members:
         level, then, at, moving = self._levels.get(block, (1, 0, -math.inf, True))
         unread = self._unread.get(block)
         known = len(unread[-1][0]) if unread else len(self._friends[block]) + len(self._strangers[block])
-        changed = 8 * (known - then) > then if unread else 8 * abs(known - then) > then
+        if unread:  # of one or two of the level's keys, each of which holds a bucketful or two
+            changed = 8 * (known - then) > then or (level > 1 and 8 * known < PER_BUCKET)
+        else:
+            changed = 8 * abs(known - then) > then
         if moving or changed or not 0 <= now - at < (RECOUNT_S if unread else limits.TTL_S):
             others = [peer.place for _, peer in self._living(block, now)]
             new = next_level(level, place_of(self.me), others)
@@ -433,11 +437,25 @@ class Members:
             return
         self._swept_at = now
         for shelf in (*self._friends, *self._strangers):
-            for name in [name for name, peer in shelf.items() if peer.seen is None or peer.seen.expires_at <= now]:
+            for name in _expired(shelf, now):
                 self._faded[name] = peer = shelf.pop(name)
                 peer.shelf = self._faded
         for name in [name for name, peer in self._faded.items() if peer.kept_until() <= now]:
             del self._faded[name], self._peers[name]
+
+
+def _expired(shelf: dict[PeerId, _Peer], now: float) -> list[PeerId]:
+    """Whose records ended. They stand first, among few others, since a shelf is in the order in which its peers were last heard."""
+    found: list[PeerId] = []
+    living = 0
+    for name, peer in shelf.items():
+        if peer.seen is None or peer.seen.expires_at <= now:
+            found.append(name)
+        else:
+            living += 1
+            if living > SWEEP_PAST:
+                break
+    return found
 
 
 def believable_round(rounds: list[int]) -> int:

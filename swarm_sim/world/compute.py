@@ -194,6 +194,10 @@ class Toy:
         self._merged_tokens = self._tokens
         self._publish(round, self._live)
 
+    def kick(self, by: Sequence[float]) -> None:
+        """Push the live state away: an experiment's hand, nothing that happens by itself."""
+        self._live = tuple(live + number for live, number in zip(self._live, by, strict=True))
+
     def loss(self) -> float:
         """Half the squared distance of the live state from what the whole block should agree on."""
         return 0.5 * math.dist(self._live, self._optimum) ** 2

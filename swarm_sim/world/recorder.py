@@ -1,4 +1,4 @@
-"""What a report shows of a world, sampled as it runs: loss and distance per block, who is up, what is held, what is sent, how long a sweep takes."""
+"""What a report shows of a world, sampled as it runs: loss, distance and holders of each block, lives, traffic, latency of a sweep."""
 
 from __future__ import annotations
 

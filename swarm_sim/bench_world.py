@@ -1,0 +1,107 @@
+"""`blocktrain-sim bench world`: what it costs to simulate a swarm, and what a swarm costs its nodes, from ten to ten thousand of them.
+
+**hour.** Processor seconds of one virtual hour of 1,000 nodes at a real node's settings: 4 blocks, refresh 10 s, a round every 30 s,
+signatures left out at their port. With --brief five virtual minutes are run, and the rest is reckoned from them.
+
+**scale.** For each size, in a quiet swarm that has settled: messages a node sends in a round (a DHT look-up or store counts as one), the hops of
+its look-ups as modelled, bytes; the time until eight replicas list a newcomer and until it has averaged; the time until nobody lists one
+that lost power; the rounds until averaging takes nine tenths of a planted distance away.
+
+**dht.** hivemind's DHT with 4, 8 and 20 real nodes in this process: requests of a look-up, and how many of them had to wait for one another,
+against the model's hops.
+
+**seeds.** Seeds that were run under all checkers, and those that failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from typing import Final
+
+from blocktrain.swarm_sim.benches import Bench, Numbers, Session
+from blocktrain.swarm_sim.world import dht, real_dht, scale, story
+
+HOUR_S: Final = 3600.0
+BRIEF_S: Final = 300.0
+SIZES: Final = (10, 100, 1000, 10_000)
+LARGE: Final = 10_000  # counted for a round only, without probes, once its keys' tree is found
+SEEDS: Final = 200
+REAL: Final = (4, 8, 20)
+BRIEF_REAL: Final = (4, 8)
+
+_EACH: Final = (
+    "messages_per_node_round",
+    "lookups_per_node_round",
+    "dht_hops_per_node_round",
+    "bytes_per_node_round",
+    "records_read_per_node_round",
+)
+_PROBED: Final = ("newcomer_seen_s", "newcomer_met_s", "dead_forgotten_s", "mixing_rounds")
+KEYS: Final = {
+    "hour": ("virtual_hour_1000_nodes_s", "virtual_s_run"),
+    "scale": (
+        *(f"{key}_{size}" for key in _EACH for size in SIZES),
+        *(f"{key}_{size}" for key in _PROBED for size in SIZES if size < LARGE),
+    ),
+    "dht": tuple(f"{key}_{size}" for key in ("real_dht_requests", "real_dht_depth", "model_dht_hops") for size in REAL),
+    "seeds": ("seeds_run", "seeds_failed", "seeds_s"),
+}
+
+
+def run(session: Session) -> None:
+    session.measure("seeds", lambda: _seeds(session))
+    session.measure("hour", lambda: _hour(session))
+    session.measure("scale", lambda: _scale(session))
+    session.measure("dht", lambda: _dht(session))
+
+
+def _hour(session: Session) -> Numbers:
+    seconds = BRIEF_S if session.brief else HOUR_S
+    session.say(f"1000 nodes for {seconds:.0f} virtual seconds")
+    took_s = scale.virtual_time(1000, scale.BLOCKS, seconds, 0)
+    if session.brief:  # the start, which is dearer, is in it once
+        start_s = scale.virtual_time(1000, scale.BLOCKS, BRIEF_S / 2, 0)
+        took_s += (took_s - start_s) * (HOUR_S - BRIEF_S) / (BRIEF_S / 2)
+    return {"virtual_hour_1000_nodes_s": round(took_s, 1), "virtual_s_run": seconds}
+
+
+def _scale(session: Session) -> Numbers:
+    numbers: dict[str, object] = {}
+    for size in SIZES:
+        session.say(f"{size} nodes")
+        large = size == LARGE
+        settled_s = 60.0 if session.brief and large else scale.SETTLED_S
+        grown = scale.grow(size, 0, probes=not large, settled_s=settled_s, window_s=scale.ROUND_S if large else scale.WINDOW_S)
+        values = (grown.messages, grown.lookups, grown.hops, grown.sent_bytes, grown.records_read)
+        numbers |= {f"{key}_{size}": round(value, 2) for key, value in zip(_EACH, values, strict=True)}
+        if not large:
+            probed = (grown.seen_s, grown.met_s, grown.forgotten_s, grown.mixing_rounds)
+            numbers |= {f"{key}_{size}": None if value is None else round(value, 1) for key, value in zip(_PROBED, probed, strict=True)}
+    return numbers
+
+
+def _dht(session: Session) -> Numbers:
+    numbers: dict[str, object] = {}
+    for size in REAL:
+        session.say(f"{size} real DHT nodes")
+        requests, depths = asyncio.run(real_dht.measure(size))
+        numbers |= {
+            f"real_dht_requests_{size}": round(statistics.mean(requests), 2),
+            f"real_dht_depth_{size}": round(statistics.mean(depths), 2),
+            f"model_dht_hops_{size}": dht.hops(size),
+        }
+    return numbers
+
+
+def _seeds(session: Session) -> Numbers:
+    count = session.seeds or SEEDS
+    began = time.process_time()
+    failed = [verdict for verdict in story.search(0, count) if not verdict.ok]
+    for verdict in failed:
+        session.say(f"did not hold: {verdict.case.command()}")
+    return {"seeds_run": count, "seeds_failed": len(failed), "seeds_s": round(time.process_time() - began, 1)}
+
+
+BENCH: Final = Bench("world", KEYS, run)
