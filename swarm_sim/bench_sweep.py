@@ -18,7 +18,8 @@ is all that a hop costs beyond computing: the stream, the loops on both sides, t
 text. The judge is a stack as deep as three blocks, trained end to end for as many steps.
 
 **share.** What serving costs training, and training serving: steps/s of all nodes without and with a client that never pauses, and that
-client's tokens/s without and with training.
+client's tokens/s without and with training; then the last two once more where every node serves at most a fifth of its time
+(`--serve-share`).
 """
 
 from __future__ import annotations
@@ -86,7 +87,14 @@ def bench(wanted: Plan) -> Bench:
         "hop": ("hop_overhead_ms_p50", "hop_overhead_ms_p99", "hop_compute_ms_p50"),
         "context": ("context_cost_ms", "context_cost_ratio"),
         "quality": ("judge_autoregressive", "judge_speculative", "judge_one_sweep", "judge_true_text", "samples"),
-        "share": ("share_steps_alone", "share_steps_serving", "share_tokens_alone", "share_tokens_training"),
+        "share": (
+            "share_steps_alone",
+            "share_steps_serving",
+            "share_tokens_alone",
+            "share_tokens_training",
+            "share_steps_fifth",
+            "share_tokens_fifth",
+        ),
     }
     return Bench("sweep", parts, lambda session: run(session, wanted))
 
@@ -139,7 +147,7 @@ def _rest(session: Session, swarm: SweepSwarm) -> None:
         alone = with_client(swarm, lambda client: measures.busy(client, seconds)) if session.wants("share") else 0.0
         swarm.resume()
         session.measure("hop", lambda: _hop(session, swarm))
-        session.measure("share", lambda: _share(swarm, seconds, alone))
+        session.measure("share", lambda: {**_share(swarm, seconds, alone), **_fifth(swarm, seconds)})
 
 
 def _speed(session: Session, swarm: SweepSwarm, end: str) -> dict[str, object]:
@@ -218,6 +226,19 @@ def _share(swarm: SweepSwarm, seconds: float, alone: float) -> Numbers:
         "share_tokens_alone": alone,
         "share_tokens_training": tokens,
     }
+
+
+def _fifth(before: SweepSwarm, seconds: float) -> Numbers:
+    """The same with nodes that serve at most a fifth of their time."""
+    before.stop()
+    swarm = SweepSwarm(before.children, before.emulator, before.model)
+    swarm.start("fifth", ("--serve-share", "0.2"))
+    swarm.resume()
+    begun = swarm.steps()
+    tokens = with_client(swarm, lambda client: measures.busy(client, seconds))
+    numbers = {"share_steps_fifth": swarm.steps_since(begun), "share_tokens_fifth": tokens}
+    swarm.stop()
+    return numbers
 
 
 def _quality(session: Session, model: Trained) -> Numbers:

@@ -69,20 +69,20 @@ class SweepSwarm:
         self.addresses: tuple[str, ...] = ()
         self._ports: list[int] = []
 
-    def start(self) -> None:
-        """One node a block, paused, and wait until all know each other."""
+    def start(self, label: str = "sweep", flags: Sequence[str] = ()) -> None:
+        """One node a block, paused, and wait until all know each other. `flags`: more of `blocktrain-node`'s."""
         manifest = self.model.manifest
-        stores = [self.children.folder / "nodes" / f"{manifest.blocks}-{block}" for block in range(manifest.blocks)]
+        stores = [self.children.folder / "nodes" / f"{label}-{manifest.blocks}-{block}" for block in range(manifest.blocks)]
         asyncio.run(_fill(manifest, self.model.blocks, stores))
         listening = [_free_port() for _ in stores]
         self._ports = self.emulator.open(listening)
         program = installed().node
         for block, store in enumerate(stores):
-            command = [*program, "--block", str(block), "--store", str(store), "--json", "--paused", "--ttl-s", f"{TTL_S:g}"]
+            command = [*program, *flags, "--block", str(block), "--store", str(store), "--json", "--paused", "--ttl-s", f"{TTL_S:g}"]
             command += ["--host-maddrs", f"/ip4/127.0.0.1/tcp/{listening[block]}"]
             command += ["--announce-maddrs", f"/ip4/127.0.0.1/tcp/{self._ports[block]}"]
             command += ["--initial-peers", *self.addresses[:1]] if block else ["--new-run", str(self.model.run_file)]
-            node = self.children.start(f"sweep-{manifest.blocks}-{block}", command)
+            node = self.children.start(f"{label}-{manifest.blocks}-{block}", command)
             self.nodes.append(node)
             self.children.wait(lambda node=node: bool(node.status.get("addresses")), 120, f"{node.label} did not listen")  # type: ignore[misc]
             self.addresses += (f"/ip4/127.0.0.1/tcp/{self._ports[block]}/p2p/{node.status['peer']}",)
@@ -110,7 +110,8 @@ class SweepSwarm:
         return sum((now[0] - then[0]) / max(1e-9, now[1] - then[1]) for now, then in zip(self.steps(), before, strict=True))
 
     def stop(self) -> None:
-        for node in self.nodes:
+        nodes, self.nodes = self.nodes, []
+        for node in nodes:
             self.children.kill(node)
 
     def _met(self) -> bool:

@@ -156,8 +156,12 @@ class TorchServer:
         found.steps += 1
         self._waiting.append(waiting)
         try:
-            await self._run(self._drain)  # one call a step: whichever comes first does all that wait
+            self._thread.submit(self._drain)  # one call a step: whichever comes first does all that wait
             return await waiting.result
+        except RuntimeError:
+            if self._stopped:
+                raise UnknownState("the node is stopping") from None
+            raise
         finally:
             found.steps -= 1
             found.used_at = self._clock()
@@ -217,20 +221,11 @@ class TorchServer:
         while self._waiting:
             todo.append(self._waiting.popleft())
         while todo:
-            head, *others = todo
-            worker, kind, caches = self._worker(head.state), head.job.kind(), {id(head.job.cache)}
-            batch, todo = [head], []
-            for other in others:
-                free = id(other.job.cache) not in caches
-                caches.add(id(other.job.cache))
-                if free and worker.batches and len(batch) < MAX_BATCH and other.state is head.state and other.job.kind() == kind:
-                    batch.append(other)
-                else:
-                    todo.append(other)
+            batch, todo = _alike(todo)
             batch = [one for one in batch if not one.result.cancelled()]
             if batch:
                 try:
-                    results: list[tuple[Step, bytes] | BaseException] = [*worker.steps([one.job for one in batch])]
+                    results: list[tuple[Step, bytes] | BaseException] = [*self._worker(batch[0].state).steps([one.job for one in batch])]
                 except BaseException as error:  # a bug, or memory: it belongs to whoever asked
                     results = [error] * len(batch)
                 for one, result in zip(batch, results, strict=True):
@@ -250,3 +245,18 @@ class TorchServer:
             if self._stopped:
                 raise UnknownState("the node is stopping") from None
             raise
+
+
+def _alike(todo: list[_Waiting]) -> tuple[list[_Waiting], list[_Waiting]]:
+    """The first step and those that can share its pass, and the rest in order. No step overtakes another of its session."""
+    head, *others = todo
+    kind, caches = head.job.kind(), {id(head.job.cache)}
+    batch, rest = [head], []
+    for other in others:
+        free = id(other.job.cache) not in caches
+        caches.add(id(other.job.cache))
+        if free and len(batch) < MAX_BATCH and other.state is head.state and other.job.kind() == kind:
+            batch.append(other)
+        else:
+            rest.append(other)
+    return batch, rest

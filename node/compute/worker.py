@@ -65,7 +65,6 @@ class Worker:
         self.shape = Shape.of(manifest)
         self._manifest = manifest
         self._objective = objective_of(manifest, block.block)
-        self.batches = manifest.objective in ("evidence", "autoregressive")  # clean positions read tokens only
         self._device = block.embedding.device
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -113,6 +112,8 @@ class Worker:
     def _outcomes(self, tasks: Sequence[_Task]) -> list[tuple[Half, bytes, list[int]]]:
         """Of each: this block's log-probabilities [W, V], what rides behind them, and the drafted tokens."""
         step = tasks[0].job.step
+        if len(tasks) > 1 and self.block.literal:  # it reads noise at every position, each session its own
+            return [outcome for task in tasks for outcome in self._outcomes([task])]
         if tasks[0].work.unknown:
             return [(*self._window(task.job.cache, task.job.step, task.work, task.before), []) for task in tasks]
         if step.draft:
