@@ -218,15 +218,23 @@ class SwarmChain:
         return scored, body
 
     def _check(self, leg: Leg, step: Step, scored: Scored, body: memoryview) -> None:
-        """The answer is a holder's word; it must at least have the sizes that were asked for."""
+        """The answer is a holder's word; it must at least be of its block, of the sizes that were asked for, and log-probabilities.
+
+        Every holder checks what it is handed, so what is wrong here is the fault of who answers.
+        """
+        blocks = tuple(hop.block for hop in self.chain.hops) if self.report.route == "chain" else (*step.blocks, leg.hop.block)
         rows = step.rows * step.want + sweep.rows_of_draft(scored.drafted)
-        wrong = scored.want != step.want or scored.drafted != step.draft
-        if not step.noisy and len(body) != rows * self._shape.row_bytes:
-            wrong = True
-        if self.report.route == "star" and scored.blocks != (*step.blocks, leg.hop.block):
-            wrong = True
-        if wrong or len(scored.tokens) != scored.drafted * self._shape.token_bytes:
-            raise Broken(f"block {leg.hop.block}: an answer of the wrong size", [leg.hop.peer], offence=True)
+        z_bytes = (step.want - 1) * self._shape.width * sweep.HALF_BYTES if step.noisy else 0
+        fits = (
+            leg.hop.block == blocks[-1]
+            and scored.blocks == blocks
+            and (scored.want, scored.drafted) == (step.want, step.draft)
+            and len(scored.tokens) == scored.drafted * self._shape.token_bytes
+            and len(body) == rows * self._shape.row_bytes + z_bytes
+        )
+        values = np.frombuffer(body[: rows * self._shape.row_bytes], dtype="<f2") if fits else np.zeros(0)
+        if not fits or (values.size and not (values.max() <= 0 and np.isfinite(values.min()))):  # NaN fails both
+            raise Broken(f"block {leg.hop.block}: an answer that does not fit what was asked", [leg.hop.peer], offence=True)
 
     async def _close(self, gone: set[PeerId] | None = None) -> None:
         session, self._session = self._session, None

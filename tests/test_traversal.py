@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from blocktrain.node import legs, traversal
 from blocktrain.node.compute.evaluation import chain_loss
 from blocktrain.protocol import limits
 from blocktrain.protocol.errors import NoPeers
-from blocktrain.protocol.messages import Step
+from blocktrain.protocol.messages import LINK, SWEEP, Ask, End, Link, Message, Open, Step
 from blocktrain.protocol.sweep import AUTOREGRESSIVE, ONE_SWEEP, SPECULATIVE
 from tests.sweeping import MANIFEST, World, a_request, state_of, written
 
@@ -278,3 +279,62 @@ async def test_a_long_text_outlives_the_idle_time_of_the_holders_behind_the_firs
         assert chain.report.mended == []
         await nobody_has_sessions(world)  # but in the end they are given up
     await world.close()
+
+
+@pytest.mark.parametrize("route", ["chain", "star"])
+@pytest.mark.parametrize("lie", ["nan", "short", "blocks", "tokens"])
+async def test_a_holder_that_answers_nonsense_is_replaced_and_put_off_for_long(world: World, lie: str, route: str) -> None:
+    text = await plain(world)
+    liar = world.places["a2"]
+    inner = liar.server.step
+
+    async def lying(session: bytes, step: Step, body: memoryview) -> tuple[Step, bytes]:
+        onward, out = await inner(session, step, body)
+        if lie == "nan":
+            return onward, b"\xff\xff" * (len(out) // 2)
+        if lie == "short":
+            return onward, out[:-2]
+        if lie == "blocks":
+            return replace(onward, blocks=(2,) if route == "chain" else (1,)), out
+        return replace(onward, drafted=200), out
+
+    liar.server.step = lying  # type: ignore[method-assign]
+    async with world.chain(route=route) as chain:
+        done = await written(chain, a_request())
+        assert done.data == text
+        assert chain.report.peers[2][1] == world.places["b2"].peer
+    assert world.members.offence_s(liar.peer, time.time()) > 0
+
+
+async def test_clients_that_break_the_rules_are_told_and_hurt_nobody(world: World) -> None:
+    """Whatever one stream says, the others' sessions go on, and none of its own is left."""
+    a0 = world.places["a0"]
+    hello = Open(bytes(16), MANIFEST.run, 0, bytes(32))
+    wrong: list[tuple[str, list[Message], str]] = [
+        (SWEEP, [Ask("ping")], "malformed"),
+        (SWEEP, [replace(hello, run=bytes(32))], "incompatible"),
+        (SWEEP, [replace(hello, block=1)], "unknown"),
+        (SWEEP, [hello, Step(0, 5, 1, 1, b"abc")], "malformed"),
+        (SWEEP, [hello, Step(0, 0, 1, 1, b"")], "malformed"),
+        (SWEEP, [hello, Step(0, 0, 200, 60000, b"ab" * 200)], "malformed"),
+        (SWEEP, [hello, Step(0, 0, 1, 9, b"abc", draft=250)], "malformed"),
+        (SWEEP, [hello, hello], "malformed"),
+        (SWEEP, [replace(hello, next_peer=world.client.peer, next_block=1), Step(0, 0, 1, 1, b"abc")], "gone"),
+        (LINK, [Link(bytes(range(16)), MANIFEST.run, 0)], "unknown"),
+        (LINK, [hello], "malformed"),
+    ]
+    async with world.chain(route="chain") as chain:
+        first = await written(chain, a_request(5))
+        for kind, messages, reason in wrong:
+            stream = await world.client.transport.open(a0.peer, kind, timeout_s=5)
+            for message in messages:
+                await stream.send(message, timeout_s=5)
+            answer: Message | None = None
+            while not isinstance(answer, End):
+                answer, _ = await stream.receive(timeout_s=15, max_body=limits.MAX_BODY_BYTES)
+            assert answer.reason == reason, (kind, messages)
+            await stream.close()
+        again = await written(chain, a_request(5))
+        assert again.data == first.data
+        assert not chain.report.mended
+    await nobody_has_sessions(world)
