@@ -1,4 +1,4 @@
-"""Writes the parts of docs/ that the code already knows: option tables, exit codes, the keys of a status.
+"""Writes the parts of docs/ that the code already knows: option tables, exit codes, the keys of a status, and what benches measured.
 
     python docs/generate.py           write them
     python docs/generate.py --check   say what is out of date, and exit with 1 if anything is
@@ -8,6 +8,7 @@ A page holds a pair of comments around each generated part: `<!-- generated: NAM
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from blocktrain.node.commands.app import blocktrain
 from blocktrain.node.status import PeerStatus, Status
 from blocktrain.protocol import errors
 from blocktrain.swarm_sim.app import simulator
+from blocktrain.swarm_sim.lab import report
 
 DOCS = Path(__file__).resolve().parent
 PART = re.compile(r"(<!-- generated: (?P<name>[^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -75,9 +77,17 @@ def recipes() -> str:
     return table(("Recipe", "Blocks", "For"), rows)
 
 
+def measured(path: Path) -> str:
+    """The tables of one run of a bench, from its JSON file."""
+    numbers = json.loads(path.read_text(encoding="utf-8"))
+    return {"quality": report.quality, "ideas": report.ideas}[numbers["bench"]](numbers)
+
+
 def parts() -> dict[str, Callable[[], str]]:
     """Everything that a page can ask for."""
     found: dict[str, Callable[[], str]] = {"exit codes": exit_codes, "status keys": status_keys, "recipes": recipes}
+    for path in sorted((DOCS / "measured").glob("*.json")):
+        found[f"measured {path.stem}"] = lambda path=path: measured(path)
     for program in (blocktrain(), simulator()):
         found.update(_commands(program.name[0], program))
     return found
