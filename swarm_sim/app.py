@@ -180,6 +180,7 @@ def bench_all(options: BenchOptions = BenchOptions()) -> int:
     from blocktrain.swarm_sim import bench_step as step
     from blocktrain.swarm_sim import bench_sweep as sweeps
     from blocktrain.swarm_sim import benches
+    from blocktrain.swarm_sim.bench_catchup import BENCH as CATCHUP
     from blocktrain.swarm_sim.bench_gossip import BENCH as GOSSIP
     from blocktrain.swarm_sim.bench_node import BENCH
 
@@ -188,6 +189,7 @@ def bench_all(options: BenchOptions = BenchOptions()) -> int:
     return benches.commands(
         [
             BENCH,
+            CATCHUP,
             GOSSIP,
             step.bench(None),
             quality.bench(quality.Settings()),
@@ -195,6 +197,14 @@ def bench_all(options: BenchOptions = BenchOptions()) -> int:
         ],
         options,
     )
+
+
+def bench_catchup(options: BenchOptions = BenchOptions()) -> int:
+    """How fast a joiner gets a state from one donor and from two, against a raw stream."""
+    from blocktrain.swarm_sim import benches
+    from blocktrain.swarm_sim.bench_catchup import BENCH
+
+    return benches.command(BENCH, options)
 
 
 def bench_world(options: BenchOptions = BenchOptions()) -> int:
@@ -207,6 +217,7 @@ def bench_world(options: BenchOptions = BenchOptions()) -> int:
 
 BENCHES: Final = {
     "world": bench_world,
+    "catchup": bench_catchup,
     "node": bench_node,
     "gossip": bench_gossip,
     "quality": bench_quality,
