@@ -12,7 +12,7 @@ autoregressive over `chain` in the same turn. Sessions are open before the clock
 is all that a hop costs beyond computing: the stream, the loops on both sides, the wait for the thread, and the proxy.
 
 **context.** Milliseconds of computing for one token over its place in the context, holders at rest: with a cache it is flat.
-`context_cost_ratio` is the last eighth ÷ the second.
+`context_cost_ratio` is the last eighth ÷ the second. `hop_overhead_rest_ms_p50` is the hop's overhead without training beside it.
 
 **quality.** The judge's nats per byte of 64 bytes after held-out prompts of 32 bytes at temperature 1, for every way, and of the true
 text. The judge is a stack as deep as three blocks, trained end to end for as many steps.
@@ -85,7 +85,7 @@ def bench(wanted: Plan) -> Bench:
         "speed": (*speed, "tokens_per_traversal", "acceptance", "first_byte_traversals"),
         "clients": ("clients_tokens_per_s", "clients_one_tokens_per_s"),
         "hop": ("hop_overhead_ms_p50", "hop_overhead_ms_p99", "hop_compute_ms_p50"),
-        "context": ("context_cost_ms", "context_cost_ratio"),
+        "context": ("context_cost_ms", "context_cost_ratio", "hop_overhead_rest_ms_p50"),
         "quality": ("judge_autoregressive", "judge_speculative", "judge_one_sweep", "judge_true_text", "samples"),
         "share": (
             "share_steps_alone",
@@ -195,19 +195,24 @@ def _context(session: Session, swarm: SweepSwarm) -> Numbers:
     cost = measures.by_context(seen, swarm.model.manifest.model.context)
     for place, milliseconds in enumerate(cost):
         session.say(f"context {place + 1}/{len(cost)} {'█' * round(BAR * milliseconds / max(cost))} {milliseconds:.2f} ms")
-    return {"context_cost_ms": cost, "context_cost_ratio": cost[-1] / cost[1]}
+    rest = statistics.median(_overhead(seen, swarm))
+    return {"context_cost_ms": cost, "context_cost_ratio": cost[-1] / cost[1], "hop_overhead_rest_ms_p50": rest}
 
 
 def _hop(session: Session, swarm: SweepSwarm) -> Numbers:
     texts = BRIEF_HOP_TEXTS if session.brief else HOP_TEXTS
     seen = with_client(swarm, lambda client: measures.traversals(client, texts, HOP_TOKENS))
-    blocks = swarm.model.manifest.blocks
-    overhead = sorted(1000 * (one.seconds - one.compute_s) / blocks for one in seen)
+    overhead = _overhead(seen, swarm)
     return {
         "hop_overhead_ms_p50": statistics.median(overhead),
         "hop_overhead_ms_p99": overhead[int(0.99 * len(overhead))],
-        "hop_compute_ms_p50": statistics.median(1000 * one.compute_s / blocks for one in seen),
+        "hop_compute_ms_p50": statistics.median(1000 * one.compute_s / swarm.model.manifest.blocks for one in seen),
     }
+
+
+def _overhead(seen: Sequence[measures.Traversal], swarm: SweepSwarm) -> list[float]:
+    """Milliseconds a hop beyond computing, the least first."""
+    return sorted(1000 * (one.seconds - one.compute_s) / swarm.model.manifest.blocks for one in seen)
 
 
 def _share(swarm: SweepSwarm, seconds: float, alone: float) -> Numbers:
