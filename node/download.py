@@ -178,7 +178,8 @@ class Job:
         if have.round < self.wish.at_least:
             raise NotNow(f"{short(peer)}: its state is of round {have.round}, older than {self.wish.at_least}")
         if have.round > self.wish.at_most:
-            raise Malformed(f"a state of round {have.round}; nobody else is beyond {self.wish.at_most}", peer)
+            # Not held against it: its record may be older than its state, and we cannot tell.
+            raise NotNow(f"{short(peer)}: its state is of round {have.round}; nobody announced one beyond {self.wish.at_most}")
         if self._have is not None and have.digest != self._have.digest:
             raise Malformed("another state than was asked for", peer)
 

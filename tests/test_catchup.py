@@ -59,7 +59,7 @@ class World:
         await twin.transport.serve(STATE, donor.handle)
         return twin
 
-    async def fetch(self, *donors: Twin, at_least: int = 1, want: Want = WANT) -> Outcome:
+    async def fetch(self, *donors: Twin, at_least: int = 1, at_most: int = 10**6, want: Want = WANT) -> Outcome:
         async def apply(download: Download) -> Published:
             self.taken.append(download)
             try:
@@ -68,7 +68,8 @@ class World:
                 raise fault.by(download.donor) from None
 
         peers = [donor.peer for donor in donors]
-        return await fetch(self.joiner.transport, want, peers, at_least, self.replica.state_bytes, rng=Random(3), apply=apply)
+        size = self.replica.state_bytes
+        return await fetch(self.joiner.transport, want, peers, at_least, size, at_most=at_most, rng=Random(3), apply=apply)
 
 
 @pytest.fixture
@@ -119,6 +120,15 @@ async def test_30_an_older_state_than_wanted_is_not_taken_and_nobodys_fault(worl
     published, failed = await world.fetch(old, at_least=9)
     assert published is None
     assert "older than 9" in str(failed[old.peer])
+
+
+async def test_a_state_far_beyond_all_announcements_is_not_taken_and_not_held_against_the_donor(world: World) -> None:
+    """It may be a liar's; or an honest and fast one's, whose announcement is some seconds old."""
+    far = await world.donor("far", round=300)
+    published, failed = await world.fetch(far, at_most=57)
+    assert published is None
+    assert isinstance(failed[far.peer], NotNow)
+    assert world.replica.published().round == 0
 
 
 async def test_a_newer_state_than_announced_is_welcome(world: World) -> None:
