@@ -8,8 +8,8 @@ included. With four peers hivemind averages one group of four; ours needs two ro
 
 **wan.** The same over an emulated link (link.py), ours in int8 over as many streams as the link needs.
 
-The other parts: `train` (training speed during back-to-back exchanges, gossip_train.py); `codecs`, `attacks` and `outer` (what they do to
-the loss, gossip_lab.py); `mixing` (how fast each topology brings replicas together, gossip_mixing.py).
+The other parts: `train` (training speed during back-to-back exchanges, gossip_train.py); `codecs`, `attacks`, `outer`, `moments` and
+`speeds` (what they do to the loss, gossip_lab.py); `mixing` (how fast each topology brings replicas together, gossip_mixing.py).
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ KEYS: Final = {
     "codecs": tuple(f"{codec}_{what}" for codec in ("bf16", "int8", "sparse") for what in ("bytes_ratio", "loss_delta")),
     "attacks": (*(f"attack_{name}_loss_ratio" for name in ATTACKED), "attack_worst_loss_ratio", "attack_honest_refused"),
     "outer": tuple(f"outer_{outer}_{every}_loss" for outer in ("mean", "noloco", "diloco", "lo-fi") for every in (10, 50)),
+    "moments": tuple(f"moments_{choice}_loss" for choice in ("local", "reset", "carried")),
+    "speeds": ("speeds_fast_loss", "speeds_fast_alone_loss", "speeds_slow_loss", "speeds_slow_alone_loss"),
     "mixing": tuple(f"mixing_{topology}_{size}" for topology in TOPOLOGIES for size in gossip_mixing.SIZES),
 }
 
@@ -68,6 +70,8 @@ def run(session: Session) -> None:
     session.measure("mixing", gossip_mixing.numbers)
     session.measure("attacks", lambda: gossip_lab.attacks(session))
     session.measure("outer", lambda: gossip_lab.outer_steps(session))
+    session.measure("moments", lambda: gossip_lab.moments(session))
+    session.measure("speeds", lambda: gossip_lab.speeds(session))
     session.measure("codecs", lambda: gossip_lab.codec_losses(session))
     session.measure("train", lambda: gossip_train.measure(session))
     session.measure("loopback", lambda: _loopback(session))

@@ -54,6 +54,9 @@ class Setting:
     seed: int = 0
     attack: str = ""  # of the last replica
     outer: str = "mean"
+    moments: str = "local"  # or "reset" at every merge, or "carried": averaged as the parameters are
+    width: int = 64
+    slow: int = 1  # the last replica makes so many times fewer steps in a round
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,8 @@ class Lab:
         setting = self.setting
         for number in range(setting.steps // setting.every):
             for learner in self.learners:
-                for _ in range(setting.every):
+                steps = setting.every // setting.slow if learner is self.learners[-1] else setting.every
+                for _ in range(steps):
                     learner.trainer.step()
             if setting.outer != "lo-fi" or number == setting.steps // setting.every - 1:
                 self._round(number)
@@ -164,6 +168,8 @@ class Lab:
         return all(number >= one.put_off.get(two.peer, (0, 0))[0] for one, two in ((learner, other), (other, learner)))
 
     def _exchange(self, first: Learner, second: Learner, number: int) -> None:
+        if self.setting.moments == "carried":
+            _average_moments(first.trainer, second.trainer)
         reference = first.references.get(second.peer) if self.setting.codec == "sparse" else None
         coder = self.codec if reference is not None or self.setting.codec != "sparse" else codecs.codec_of("bf16")
         payloads = [coder.encode(self._sent_by(learner), reference) for learner in (first, second)]
@@ -196,6 +202,10 @@ class Lab:
 
     def _adopt(self, mine: Learner, other: Learner, state: Tensor, difference: Tensor) -> None:
         mine.live.add_(OUTER[self.setting.outer](mine, state, difference))
+        if self.setting.moments == "reset":
+            for moment in _moments(mine.trainer):
+                moment.zero_()
+            mine.trainer._set_moment_steps(0)
         mine.published = state
         mine.merged_tokens = mine.trainer.counters.tokens
         mine.trainer.counters.since_round = 0
@@ -209,6 +219,17 @@ class Lab:
         if self.setting.attack and learner is self.learners[-1]:
             return ATTACKS[self.setting.attack](learner.live, learner.published, self.noise)
         return learner.live
+
+
+def _average_moments(one: Trainer, other: Trainer) -> None:
+    for ours, theirs in zip(_moments(one), _moments(other), strict=True):
+        ours.add_(theirs).mul_(0.5)
+        theirs.copy_(ours)
+
+
+def _moments(trainer: Trainer) -> list[Tensor]:
+    """Adam's two, which are nobody's but the trainer's in a node."""
+    return [buffer for name, buffer in trainer._buffers().items() if name != "live."]
 
 
 def _own_round(learner: Learner) -> None:
@@ -225,7 +246,7 @@ def manifest_of(setting: Setting) -> Manifest:
         base,
         name="lab",
         seed=setting.seed,
-        model=Model(width=64, layers=2, heads=4, context=64, vocabulary=256),
+        model=Model(width=setting.width, layers=2, heads=4, context=64, vocabulary=256),
         schedule=replace(base.schedule, steps_per_round=setting.every, planned_rounds=setting.steps // setting.every),
         optimizer=replace(base.optimizer, batch=8),
     )
@@ -330,6 +351,32 @@ def outer_steps(session: Session) -> dict[str, object]:
             end = Lab(Setting(4, steps=steps, every=every, topology="pairs", outer=outer)).run()
             numbers[f"outer_{outer}_{every}_loss"] = end.live if outer != "lo-fi" else end.published
             session.say(f"outer {outer}, every {every}: {end.published:.4f}, live {end.live:.4f}, consensus {end.consensus:.4f}")
+    return numbers
+
+
+def moments(session: Session) -> dict[str, object]:
+    """The loss with moments that stay local, are reset at every merge, or are averaged too."""
+    steps = 100 if session.brief else 300
+    seeds = range(session.seeds or (1 if session.brief else 2))
+    numbers: dict[str, object] = {}
+    for choice in ("local", "reset", "carried"):
+        ends = [Lab(Setting(2, steps=steps, seed=seed, moments=choice)).run() for seed in seeds]
+        numbers[f"moments_{choice}_loss"] = statistics.fmean(end.published for end in ends)
+        session.say(f"moments {choice}: {numbers[f'moments_{choice}_loss']:.4f}")
+    return numbers
+
+
+def speeds(session: Session) -> dict[str, object]:
+    """A fast replica and one that makes a fifth of its steps: each beside what it reaches alone, weights by tokens."""
+    steps = 100 if session.brief else 300
+    together = Lab(Setting(2, steps=steps, slow=5))
+    together.run()
+    numbers: dict[str, object] = {}
+    for name, index, slow in (("fast", 0, 1), ("slow", 1, 5)):
+        alone = Lab(Setting(1, steps=steps, slow=slow)).run().published
+        numbers[f"speeds_{name}_loss"] = together.loss(together.learners[index].published, together.heldout)
+        numbers[f"speeds_{name}_alone_loss"] = alone
+        session.say(f"{name} replica: {numbers[f'speeds_{name}_loss']:.4f}, alone {alone:.4f}")
     return numbers
 
 
