@@ -3,12 +3,15 @@
 **hour.** Processor seconds of one virtual hour of 1,000 nodes at a real node's settings: 4 blocks, refresh 10 s, a round every 30 s,
 signatures left out at their port. With --brief five virtual minutes are run, and the rest is reckoned from them.
 
-**scale.** For each size, in a quiet swarm that has settled: messages a node sends in a round (a DHT look-up or store counts as one), the hops of
-its look-ups as modelled, bytes; the time until eight replicas list a newcomer and until it has averaged; the time until nobody lists one
+**scale.** For each size, in a quiet swarm that has settled: messages a node sends in a round (a DHT look-up or store counts as one), the
+hops of its look-ups as modelled, bytes; the time until eight replicas list a newcomer and until it has averaged; the time until nobody lists one
 that lost power; the rounds until averaging takes nine tenths of a planted distance away.
 
 **dht.** hivemind's DHT with 4, 8 and 20 real nodes in this process: requests of a look-up, and how many of them had to wait for one another,
 against the model's hops.
+
+**learning.** The paper's asynchrony regimes with small real blocks: participation and held-out loss of its coordinator and mean, and of our
+gossip, on the same replicas, data and links (world/learning.py).
 
 **seeds.** Seeds that were run under all checkers, and those that failed.
 """
@@ -22,6 +25,7 @@ from typing import Final
 
 from blocktrain.swarm_sim.benches import Bench, Numbers, Session
 from blocktrain.swarm_sim.world import dht, real_dht, scale, story
+from blocktrain.swarm_sim.world.scenarios import REGIMES
 
 HOUR_S: Final = 3600.0
 BRIEF_S: Final = 300.0
@@ -39,6 +43,13 @@ _EACH: Final = (
     "records_read_per_node_round",
 )
 _PROBED: Final = ("newcomer_seen_s", "newcomer_met_s", "dead_forgotten_s", "mixing_rounds")
+_LEARNED: Final = ("paper_participation", "paper_loss", "gossip_participation", "gossip_loss")
+
+
+def _name(regime: str) -> str:
+    return regime.replace("-", "_")
+
+
 KEYS: Final = {
     "hour": ("virtual_hour_1000_nodes_s", "virtual_s_run"),
     "scale": (
@@ -46,6 +57,7 @@ KEYS: Final = {
         *(f"{key}_{size}" for key in _PROBED for size in SIZES if size < LARGE),
     ),
     "dht": tuple(f"{key}_{size}" for key in ("real_dht_requests", "real_dht_depth", "model_dht_hops") for size in REAL),
+    "learning": tuple(f"{key}_{_name(regime)}" for key in _LEARNED for regime in REGIMES),
     "seeds": ("seeds_run", "seeds_failed", "seeds_s"),
 }
 
@@ -55,6 +67,7 @@ def run(session: Session) -> None:
     session.measure("hour", lambda: _hour(session))
     session.measure("scale", lambda: _scale(session))
     session.measure("dht", lambda: _dht(session))
+    session.measure("learning", lambda: _learning(session))
 
 
 def _hour(session: Session) -> Numbers:
@@ -92,6 +105,19 @@ def _dht(session: Session) -> Numbers:
             f"real_dht_depth_{size}": round(statistics.mean(depths), 2),
             f"model_dht_hops_{size}": dht.hops(size),
         }
+    return numbers
+
+
+def _learning(session: Session) -> Numbers:
+    from blocktrain.swarm_sim.world import learning
+
+    size = learning.Size(blocks=1, replicas=3, rounds=6) if session.brief else learning.Size()
+    numbers: dict[str, object] = {}
+    for regime in REGIMES:
+        row = learning.compare(regime, size, 0)
+        session.say("  ".join(learning.table([row])[1].split()))
+        values = (row.paper_participation, row.paper_loss, row.gossip_participation, row.gossip_loss)
+        numbers |= {f"{key}_{_name(regime)}": round(value, 4) for key, value in zip(_LEARNED, values, strict=True)}
     return numbers
 
 

@@ -1,12 +1,12 @@
 """hivemind's DHT measured with real nodes, to check the model of dht.py: how many requests a look-up makes, and how many in a row.
 
 The nodes are node/libp2p.py's, in this process, on loopback. The one place where requests are made (`call_find` of its DHT protocol) is
-wrapped to count. A request's depth is one more than that of the answer in which its peer was first named; a peer that was known before has depth 1.
+wrapped to count. A request's depth is one more than that of the answer in which its peer was first named; a peer that was known before
+has depth 1.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator

@@ -1,7 +1,7 @@
-"""How a swarm's costs grow from ten nodes to ten thousand: the same world, quiet, at a real node's settings, with a few probes in it.
+"""How a swarm's costs grow from ten nodes to ten thousand: the same world, quiet, at a real node's settings, with a few probes.
 
-Probes: a newcomer starts and is timed until others list it and until it has averaged; a node loses power and is timed until nobody lists it;
-all replicas of a block are pushed apart and timed until averaging has taken nine tenths of that distance away.
+Probes: a newcomer starts and is timed until others list it and until it has averaged; a node loses power and is timed until nobody lists
+it; all replicas of a block are pushed apart and timed until averaging has taken nine tenths of that distance away.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def churn(n: int, rng: Random) -> Plan:
             at += 5.0 + _lognormal(rng, ABSENCE_S) * 0.3
             events.append(Event(at, "start", (number,)))
             at += 5.0 + _lognormal(rng, SESSION_S)
-    return _plan(_people(n, rng, blocks), events, blocks)
+    return _plan(_people(n, rng, blocks), [event for event in events if event.at_s < HEAL_S], blocks)
 
 
 def _lognormal(rng: Random, shape: tuple[float, float]) -> float:

@@ -106,13 +106,15 @@ def _told(item: f.Fact | f.Decision) -> str:
 class World:
     """One story. `run(until_s)` steps it; what happens can be watched."""
 
-    def __init__(self, plan: Plan, seed: int, *, trace: Trace | None = None, build: Build | None = None) -> None:
+    def __init__(
+        self, plan: Plan, seed: int, *, trace: Trace | None = None, build: Build | None = None, manifest: Manifest | None = None
+    ) -> None:
         self.plan = plan
         self.seed = seed
         self.trace = trace
         self.rng = Random(f"{seed} world")
         self.queue = Queue()
-        self.manifest = manifest_of(plan.blocks)
+        self.manifest = manifest or manifest_of(plan.blocks)
         self.run_id = self.manifest.run  # digested once
         self.watchers = Watchers()
         self.state_bytes = plan.state_bytes

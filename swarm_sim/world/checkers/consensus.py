@@ -17,7 +17,7 @@ from blocktrain.swarm_sim.world.world import PULL
 if TYPE_CHECKING:
     from blocktrain.swarm_sim.world.world import World
 
-SHARE = 0.6  # of the distance without averaging
+SHARE = 0.75  # of the distance without averaging
 ROUNDS = 12  # of averaging, before anything is asked
 MOST = 16  # replicas of a block that are compared
 
