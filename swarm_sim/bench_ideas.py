@@ -68,6 +68,9 @@ class _Ideas:
     def measure(self) -> None:
         torch.set_num_threads(1)
         self.session.numbers.update(preset=f"{self.size.width}x{self.size.layers}x{self.size.blocks}", steps=self.steps)
+        wanted = [idea for name, idea in IDEAS.items() if self.session.wants(name)]
+        with self.session.guard(*IDEAS):
+            self.train([spec for idea in wanted for seed in self.seeds for kind in self.specs(idea, seed) for spec in kind])
         for name, idea in IDEAS.items():
             self.session.measure(name, lambda name=name, idea=idea: self.idea(name, idea))  # type: ignore[misc]
 
@@ -83,7 +86,7 @@ class _Ideas:
         numbers: dict[str, object] = {f"{name}_{key}": mean(one[key] for one in per_seed) for key in per_seed[0]}
         numbers[f"{name}_gap"], numbers[f"{name}_gap_spread"] = mean(gaps), max(gaps) - min(gaps)
         numbers[f"{name}_chain_minus_control"] = mean(one["chain_ce"] - one["control_ce"] for one in per_seed)
-        chain = self.chain(idea, 0)
+        chain = self.train(self.specs(idea, 0)[0])
         weights = scoring.learned_weights(self.reading(idea, chain), self.tokens)
         numbers[f"{name}_weights"], numbers[f"{name}_weighted_gain"] = weights["weights"], weights["plain"] - weights["weighted"]
         if name == "upstream":
@@ -92,10 +95,14 @@ class _Ideas:
             numbers |= {"upstream_last_ce": score["last"], "upstream_without_block_1_ce": missing["mean"]}
         return numbers
 
-    def chain(self, idea: Idea, seed: int) -> list[Result]:
+    def specs(self, idea: Idea, seed: int) -> tuple[list[Spec], list[Spec], list[Spec]]:
+        """Chain, control and reference."""
+        shared = Switches() if idea.coupled else idea.switches
+        ours = cells.chain(self.size, self.steps, seed, switches=idea.switches)
         if idea.coupled:
-            return self.train([cells.coupled(self.size, self.steps, seed, idea.switches)])
-        return self.train(cells.chain(self.size, self.steps, seed, switches=idea.switches))
+            ours = [cells.coupled(self.size, self.steps, seed, idea.switches)]
+        plain = cells.chain(self.size, self.steps, seed, objective="autoregressive", switches=shared)
+        return ours, plain, [cells.reference(self.size, self.steps, seed, replace(shared, same_order=False))]
 
     def reading(self, idea: Idea, chain: Sequence[Result], *, tail: bool = False) -> scoring.Reading:
         blocks = scoring.blocks_of(chain, tail=tail)
@@ -103,16 +110,7 @@ class _Ideas:
 
     def one(self, idea: Idea, seed: int) -> dict[str, float]:
         """The chain, its control and its reference with one seed; with weights as they ended, and averaged along the last quarter."""
-        shared = Switches() if idea.coupled else idea.switches
-        plain = cells.chain(self.size, self.steps, seed, objective="autoregressive", switches=shared)
-        whole = cells.reference(self.size, self.steps, seed, replace(shared, same_order=False))
-        ours = (
-            [cells.coupled(self.size, self.steps, seed, idea.switches)]
-            if idea.coupled
-            else cells.chain(self.size, self.steps, seed, switches=idea.switches)
-        )
-        self.train([*ours, *plain, whole])  # together, so that no process waits
-        chain, control, deep = self.train(ours), self.train(plain), self.train([whole])
+        chain, control, deep = map(self.train, self.specs(idea, seed))
         out: dict[str, float] = {}
         for prefix, tail in (("", False), ("averaged_", True)):
             score = scoring.score(self.reading(idea, chain, tail=tail), self.tokens)

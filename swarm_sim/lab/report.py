@@ -22,8 +22,8 @@ _ROWS: Final = (
     ("paper's objective: mean of the blocks", "literal_mean_ce"),
     ("noise at every position, σ 3-30, from noise: last block", "true_noise_last_ce"),
     ("noise at every position: mean of the blocks", "true_noise_mean_ce"),
-    ("paper's objective, σ 0.002-2: with the true target in z", "leak_local_ce"),
-    ("the same, from noise", "leak_from_noise_ce"),
+    ("paper's objective, σ 0.002-2: each block, with the true target in z", "leak_local_block_ce"),
+    ("the same, from noise, last block", "leak_from_noise_ce"),
 )
 
 

@@ -120,17 +120,18 @@ def score(reading: Reading, tokens: Tensor) -> dict[str, Any]:
     return {"blocks": blocks, "mean": mean / count, "mixture": mixture / count, "last": blocks[-1], "best": min(blocks)}
 
 
-def denoised(manifest: Manifest, blocks: Sequence[Block], tokens: Tensor) -> float:
-    """Nats per byte where z is the true target plus noise, each block at σ of its own interval as in training: what leaks through z."""
+def denoised(manifest: Manifest, blocks: Sequence[Block], tokens: Tensor) -> list[float]:
+    """Nats per byte of each block where z is the true target plus noise, σ of its own interval as in training: what leaks through z."""
     generator = torch.Generator().manual_seed(_NOISE_SEED)
-    total = 0.0
+    out = []
     with torch.no_grad():
         for block in blocks:
-            objective = DiffusionBlocks(manifest, block.block)
+            objective, total = DiffusionBlocks(manifest, block.block), 0.0
             for inputs, targets in _batches(tokens):
                 noisy = noisy_targets(block, targets, objective.draw_sigma(len(inputs), generator), generator)
                 total += _nats(block(inputs, noisy).log_softmax(-1), targets)
-    return total / (len(blocks) * tokens.shape[0] * (tokens.shape[1] - 1))
+            out.append(total / (tokens.shape[0] * (tokens.shape[1] - 1)))
+    return out
 
 
 def learned_weights(reading: Reading, tokens: Tensor) -> dict[str, Any]:
