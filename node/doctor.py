@@ -24,6 +24,7 @@ from blocktrain import __version__
 from blocktrain.node import addresses, dialing, sizes
 from blocktrain.node.config import DoctorConfig
 from blocktrain.node.runtime import Runtime
+from blocktrain.node.status import duration, quantity
 from blocktrain.protocol import limits
 from blocktrain.protocol.errors import BlocktrainError, DoesNotFit, NetworkFault, PeerFault, RefusedBySwarm, Unreachable, UsageError
 from blocktrain.protocol.manifest import Manifest
@@ -39,6 +40,8 @@ FAIL: Final = "fail"
 FEW_FILES: Final = 1024  # below it a node lowers its number of streams
 MIN_DISK_BYTES: Final = 200 * 1024**2
 DAEMON_TIMEOUT_S: Final = 60.0
+SHARE_REACHED: Final = {"cpu": 0.45, "cuda": 0.35}  # of a matrix product's speed: measured on a CPU; on GPUs a cautious guess
+LONG_S: Final = 365 * 86400.0
 NOTABLE_SKEW_S: Final = 2.0
 _IMPORTS: Final = ("torch", "numpy", "blocktrain.node.libp2p", "msgpack", "blake3", "cryptography", "psutil", "tokenizers", "safetensors")
 _VERSIONS: Final = ("torch", "numpy", "hivemind", "protobuf", "uvloop", "msgpack", "cryptography", "safetensors", "tokenizers")
@@ -61,7 +64,18 @@ Check = Callable[[DoctorConfig], Iterator[Finding]]
 
 async def examine(config: DoctorConfig, runtime: Runtime) -> AsyncIterator[Finding]:
     """All checks, each as soon as it is known. Nothing is left behind; the network is used only to reach `config.initial_peers`."""
-    for check in (check_versions, check_recipe, check_device, check_memory, check_disk, check_data, check_files, check_ports, check_clock):
+    for check in (
+        check_versions,
+        check_recipe,
+        check_device,
+        check_speed,
+        check_memory,
+        check_disk,
+        check_data,
+        check_files,
+        check_ports,
+        check_clock,
+    ):
         for finding in await asyncio.to_thread(_all_of, check, config):
             yield finding
     async for finding in check_network(config, runtime):
@@ -127,6 +141,28 @@ def check_device(config: DoctorConfig) -> Iterator[Finding]:
         yield Finding("device", FAIL, text, "end what else uses the GPU, or train on the CPU with --device cpu")
     else:
         yield Finding("device", OK, text)
+
+
+def check_speed(config: DoctorConfig) -> Iterator[Finding]:
+    """How fast this device would train the recipe's block, and how long its planned rounds are at that pace."""
+    from blocktrain.node.compute import device, inventory
+
+    manifest = _manifest(config)
+    if manifest is None:
+        return
+    chosen = device.choose(config.device)
+    tokens_per_s = SHARE_REACHED[chosen.type] * inventory.matrix_speed(chosen) / sizes.training_flops(manifest)
+    round_s = sizes.tokens_per_round(manifest) / tokens_per_s
+    rounds, needed = manifest.schedule.planned_rounds, sizes.needs(manifest)
+    text = (
+        f"about {quantity(tokens_per_s)} tokens/s of a block of {manifest.name} here (reckoned from a matrix product), a round in "
+        f"{duration(round_s)}, with {_size(needed.exchange)} each way; the {rounds} planned rounds take {duration(rounds * round_s)} where "
+        f"{manifest.blocks} volunteers like this hold a block each, and train on twice the text where {2 * manifest.blocks} do"
+    )
+    if rounds * round_s > LONG_S:
+        yield Finding("speed", WARN, text, "hold a block of a smaller recipe here, or use a faster device")
+    else:
+        yield Finding("speed", OK, text)
 
 
 def check_memory(config: DoctorConfig) -> Iterator[Finding]:

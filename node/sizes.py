@@ -58,3 +58,16 @@ def needs(manifest: Manifest, codec: str = "bf16") -> Needs:
         disk=_CHECKPOINTS * _CHECKPOINT * count,
         exchange=round(CODEC_BYTES[codec] * count),
     )
+
+
+def training_flops(manifest: Manifest) -> float:
+    """Floating-point operations of training on one token: six a parameter in matrices (forward, and twice that backward), and attention."""
+    model = manifest.model
+    matrices = model.layers * 12 * model.width**2 + model.vocabulary * model.width
+    attention = model.layers * 2 * model.context * model.width  # scores and their use, half of them masked
+    return 6.0 * (matrices + attention / 2)
+
+
+def tokens_per_round(manifest: Manifest) -> int:
+    """What one replica trains on between two merges."""
+    return manifest.schedule.steps_per_round * manifest.optimizer.batch * manifest.model.context

@@ -43,6 +43,29 @@ def only(findings: list[Finding]) -> Finding:
 # What is reckoned
 
 
+def test_the_speed_of_a_recipe_here_is_told_with_what_it_means_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from blocktrain.node.compute import inventory
+
+    tiny = load_recipe("tiny")
+    monkeypatch.setattr(inventory, "matrix_speed", lambda device: 10_000 * sizes.training_flops(tiny) / 0.45)
+    finding = only(list(doctor.check_speed(DoctorConfig(recipe=Path("tiny"), device="cpu"))))
+    assert finding.level == OK
+    assert "about 10.0k tokens/s" in finding.text
+    assert "a round in 2 s" in finding.text
+    assert "60 planned rounds take 2 min 3 s where 3 volunteers" in finding.text
+    slow = only(list(doctor.check_speed(DoctorConfig(recipe=Path("gpu"), device="cpu"))))
+    assert (slow.level, bool(slow.fix)) == (WARN, True)
+    assert list(doctor.check_speed(DoctorConfig(device="cpu"))) == []
+
+
+def test_matrix_products_are_really_timed() -> None:
+    import torch
+
+    from blocktrain.node.compute import inventory
+
+    assert inventory.matrix_speed(torch.device("cpu"), 0.01) > 1e6
+
+
 @pytest.mark.parametrize(("width", "layers", "heads"), [(128, 2, 4), (32, 1, 2), (64, 5, 4)])
 def test_the_reckoned_parameters_are_those_of_the_real_block(width: int, layers: int, heads: int) -> None:
     from blocktrain.node.compute.model import Block
