@@ -4,14 +4,14 @@
 signatures left out at their port. With --brief five virtual minutes are run, and the rest is reckoned from them.
 
 **scale.** For each size, in a quiet swarm that has settled: messages a node sends in a round (a DHT look-up or store counts as one), the
-hops of its look-ups as modelled, bytes; the time until eight replicas list a newcomer and until it has averaged; the time until nobody lists one
-that lost power; the rounds until averaging takes nine tenths of a planted distance away.
+hops of its look-ups as modelled, bytes; the time until eight replicas list a newcomer and until it has averaged; the time until nobody
+lists one that lost power; the rounds until averaging takes nine tenths of a planted distance away.
 
-**dht.** hivemind's DHT with 4, 8 and 20 real nodes in this process: requests of a look-up, and how many of them had to wait for one another,
-against the model's hops.
+**dht.** hivemind's DHT with 4, 8 and 20 real nodes in this process: requests of a look-up, and how many of them had to wait for one
+another, against the model's hops.
 
-**learning.** The paper's asynchrony regimes with small real blocks: participation and held-out loss of its coordinator and mean, and of our
-gossip, on the same replicas, data and links (world/learning.py).
+**learning.** The paper's asynchrony regimes with small real blocks: participation and held-out loss of its coordinator and mean, and of
+our gossip, on the same replicas, data and links (world/learning.py).
 
 **seeds.** Seeds that were run under all checkers, and those that failed.
 """

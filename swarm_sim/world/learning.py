@@ -1,10 +1,10 @@
-"""Learning under asynchrony: the paper's experiment (arXiv 2606.24722, tables 4 and 5) with small real blocks in virtual time, and ours beside it.
+"""Learning under asynchrony: the paper's experiment (arXiv 2606.24722, tables 4 and 5) with small real blocks, and ours beside it.
 
-The paper: each round all K replicas of a block start from the coordinator's state, train H steps, and send their differences; a difference
-counts if it arrives by the deadline, and the mean of those that count is added. If none does, the old block is kept and the round's work is
-lost. Ours: the same replicas, data, steps and links, averaged by the protocol core's gossip; what is late is not used, but nobody throws
-work away. Both do the same number of local steps a replica. Participation is the share of differences that count (paper), and the share of
-rounds that ended in a merge (ours).
+The paper: each round all K replicas of a block start from the coordinator's state, train H steps, and send their differences; a
+difference counts if it arrives by the deadline, and the mean of those that count is added. If none does, the old block is kept and the
+round's work is lost. Ours: the same replicas, data, steps and links in virtual time, averaged by the protocol core's gossip; what is late
+is not used, but nobody throws work away. Both do the same number of local steps a replica. Participation is the share of differences
+that count (paper), and the share of rounds that ended in a merge (ours).
 """
 
 from __future__ import annotations
@@ -156,11 +156,13 @@ def _build(size: Size, seed: int, manifest: Manifest, block: int, number: int) -
 def table(rows: list[Row]) -> list[str]:
     """For people."""
     head = f"{'regime':<10} {'paper: participation':>21} {'loss':>7} {'gossip: participation':>22} {'loss':>7}"
-    lines = [
-        f"{row.regime:<10} {row.paper_participation:>21.2f} {row.paper_loss:>7.3f} {row.gossip_participation:>22.2f} {row.gossip_loss:>7.3f}"
-        for row in rows
+    return [
+        head,
+        *(
+            f"{r.regime:<10} {r.paper_participation:>21.2f} {r.paper_loss:>7.3f} {r.gossip_participation:>22.2f} {r.gossip_loss:>7.3f}"
+            for r in rows
+        ),
     ]
-    return [head, *lines]
 
 
 def draw(rows: list[Row], path: Path) -> None:

@@ -1,7 +1,7 @@
 """The real block behind the world's compute port: the node's own trainer, without its threads, on small shapes.
 
-Steps are done when virtual time asks for them, so a slow computer is simulated exactly. Snapshots travel in float32 here: codecs are measured
-elsewhere, and what matters in these experiments is who averages with whom and when.
+Steps are done when virtual time asks for them, so a slow computer is simulated exactly. Snapshots travel in float32 here: codecs are
+measured elsewhere, and what matters in these experiments is who averages with whom and when.
 """
 
 from __future__ import annotations
