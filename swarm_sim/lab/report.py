@@ -40,8 +40,9 @@ def quality(numbers: Numbers) -> str:
             f"gradients and moments of a block {numbers['train_bytes_block']:,} bytes, and {numbers['paper_train_gib_block']:.3f} GiB at "
             "the paper's shape.\n\n"
         )
-        rows = zip(numbers["sigma"], numbers["sigma_given"], numbers["sigma_lost"], strict=True)
-        out += _table(("σ", "nats that z gives about a byte", "nats lost by trusting pure noise"), rows)
+        out += _columns(
+            numbers, ("σ", "sigma"), ("nats that z gives about a byte", "sigma_given"), ("nats lost by trusting pure noise", "sigma_lost")
+        )
     if numbers.get("sigma_range") is not None:
         steps = numbers["table_steps"]
         out += f"\nAt {steps} steps, seed 0:\n\n"
