@@ -64,18 +64,7 @@ Check = Callable[[DoctorConfig], Iterator[Finding]]
 
 async def examine(config: DoctorConfig, runtime: Runtime) -> AsyncIterator[Finding]:
     """All checks, each as soon as it is known. Nothing is left behind; the network is used only to reach `config.initial_peers`."""
-    for check in (
-        check_versions,
-        check_recipe,
-        check_device,
-        check_speed,
-        check_memory,
-        check_disk,
-        check_data,
-        check_files,
-        check_ports,
-        check_clock,
-    ):
+    for check in CHECKS:
         for finding in await asyncio.to_thread(_all_of, check, config):
             yield finding
     async for finding in check_network(config, runtime):
@@ -271,6 +260,11 @@ def _synchronised() -> bool | None:
     except (OSError, AttributeError):
         return None
     return not timex.status & _UNSYNCHRONISED
+
+
+CHECKS: Final[tuple[Check, ...]] = (
+    check_versions, check_recipe, check_device, check_speed, check_memory, check_disk, check_data, check_files, check_ports, check_clock,
+)  # fmt: skip
 
 
 # ---- the network ----------------------------------------------------------------------------------------------------------------------

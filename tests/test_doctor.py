@@ -232,7 +232,7 @@ def test_doctor_prints_one_object_with_every_check(
     report = json.loads(capsys.readouterr().out)
     assert report["ok"]
     checks = {finding["check"] for finding in report["findings"]}
-    assert checks == {"versions", "recipe", "device", "memory", "disk", "data", "files", "ports", "clock", "daemon", "peers"}
+    assert checks == {"versions", "recipe", "device", "speed", "memory", "disk", "data", "files", "ports", "clock", "daemon", "peers"}
 
 
 @pytest.mark.real
