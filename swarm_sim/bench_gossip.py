@@ -30,6 +30,7 @@ from blocktrain.swarm_sim.gossip_sides import LOCAL, Ours, Place, Sample, Theirs
 SIZES: Final = {"1m": (128, 5), "10m": (384, 6), "50m": (1024, 4)}  # width and layers of a block of about so many parameters
 PAIRS: Final = {"1m": 9, "10m": 9, "50m": 5}
 BRIEF_PAIRS: Final = 3
+MATCH_S: Final = 15.0
 RIVAL_CODECS: Final = {"fp32": None, "fp16": "fp16"}
 COMPARED: Final = ("parameters", "speedup", "speedup_low", "speedup_high", "speedup_fp16", "cpu_ratio", "ours_s", "ours_cpu_s", "theirs_s",
                    "theirs_cpu_s", "ours_bytes", "matchmaking_s")  # fmt: skip
@@ -166,6 +167,7 @@ class Rival:
         self._dht = hivemind.DHT(host_maddrs=[address], initial_peers=list(initial_peers), start=True)
         self._averagers: dict[str, Any] = {}
         self._value = 0.0
+        self._control: Any = None
 
     def answer(self, command: dict[str, Any]) -> dict[str, object]:
         what = command.pop("do")
@@ -205,11 +207,13 @@ class Rival:
         """Find the group; the averaging itself waits for `do_average`."""
         from hivemind.averaging.control import AveragingStage
 
+        if self._control is not None and not self._control.done():
+            self._control.cancel()  # of a group that fell apart: the others of it look again, too
         began = time.monotonic()
         with self._averagers[codec].get_tensors() as tensors:
             for tensor in tensors:
                 tensor.fill_(self._value)
-        self._control = self._averagers[codec].step(wait=False, require_trigger=True, timeout=60)
+        self._control = self._averagers[codec].step(wait=False, require_trigger=True, timeout=MATCH_S, allow_retries=False)
         while self._control.stage != AveragingStage.AWAITING_TRIGGER and not self._control.done():
             time.sleep(0.005)
         return {"waited_s": time.monotonic() - began, "failed": self._control.done()}

@@ -82,7 +82,12 @@ class Learner:
     references: dict[PeerId, Tensor] = field(default_factory=dict)  # partner → our last merge with it, newest last
     put_off: dict[PeerId, tuple[int, int]] = field(default_factory=dict)  # offender → (round until, offences)
     velocity: Tensor | None = None
+    outer: Tensor | None = None  # the live parameters after the last outer step with momentum
     loss: float | None = None  # of the published state, in the check
+
+    def begin(self) -> Tensor:
+        """Where local training began: after the last outer step."""
+        return self.published if self.outer is None else self.outer
 
     @property
     def live(self) -> Tensor:
@@ -202,6 +207,8 @@ class Lab:
 
     def _adopt(self, mine: Learner, other: Learner, state: Tensor, difference: Tensor) -> None:
         mine.live.add_(OUTER[self.setting.outer](mine, state, difference))
+        if mine.velocity is not None:
+            mine.outer = mine.live.clone()
         if self.setting.moments == "reset":
             for moment in _moments(mine.trainer):
                 moment.zero_()
@@ -278,15 +285,15 @@ def _mean(mine: Learner, state: Tensor, difference: Tensor) -> Tensor:
 
 
 def _nesterov(mine: Learner, state: Tensor, difference: Tensor, rate: float = 0.7, momentum: float = 0.9) -> Tensor:
-    """DiLoCo (arXiv 2311.08105): the way from the last published state to the merge is a gradient for SGD with Nesterov momentum."""
-    step = state - mine.published
+    """DiLoCo (arXiv 2311.08105): the way from where the last outer step led to the merge is a gradient for SGD with Nesterov momentum."""
+    step = state - mine.begin()
     mine.velocity = step if mine.velocity is None else momentum * mine.velocity + step
     return difference + (rate * (step + momentum * mine.velocity) - step)
 
 
 def _noloco(mine: Learner, state: Tensor, difference: Tensor, rate: float = 0.7, momentum: float = 0.5) -> Tensor:
-    """NoLoCo (arXiv 2506.10911), eq. 2, with its pull towards the pair's mean by the merge itself: momentum over the pair's mean step."""
-    step = state - mine.published
+    """NoLoCo (arXiv 2506.10911), eq. 2: momentum over the pair's mean step; its pull towards the pair's mean is the merge itself."""
+    step = state - mine.begin()
     mine.velocity = rate * step if mine.velocity is None else momentum * mine.velocity + rate * step
     return difference + (mine.velocity - step)
 
