@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from blocktrain.node.ports import Replica, Snapshot, Stream, Terms, Transport
 from blocktrain.node.transfer import Transfer
 from blocktrain.protocol import acceptance, limits
-from blocktrain.protocol.errors import Malformed, NetworkFault, PeerFault
+from blocktrain.protocol.errors import Malformed, NetworkFault, PeerFault, Unfit
 from blocktrain.protocol.exchange import Exchange, Result, streams_for
 from blocktrain.protocol.facts import Answered, Ended, Fact, Published, SendOffer, Take
 from blocktrain.protocol.ids import NO_DIGEST, Digest, PeerId
@@ -281,7 +281,7 @@ class Exchanger:
             self._measured(exchange.peer, transfer, trial.verified_at)
             acceptance.judge(trial.measures, self.side.margin)
         except PeerFault as fault:
-            refusal = exchange.refused(fault.why, offence=True)
+            refusal = exchange.refused(fault.why, offence=not isinstance(fault, Unfit))
             outcome = Outcome(False, NO_DIGEST, fault.why[: limits.MAX_TEXT_CHARS])
         else:
             published = await self._replica.adopt(trial, mine, keep=swapped.keep)

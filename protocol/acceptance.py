@@ -16,11 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from blocktrain.protocol.errors import PeerFault
+from blocktrain.protocol.errors import PeerFault, Unfit
 
-MAX_DRIFT_RATIO: Final = (
-    20.0  # their distance from us, over our own drift since the last merge; honest pairs: 0.4 … 3
-)
+MAX_DRIFT_RATIO: Final = 20.0  # their distance from us, over our own drift since the last merge; honest pairs: 0.4 … 3
+ABSURD: Final = 10.0  # times what is allowed: no honest replica ever comes to that
 MIN_DRIFT_SHARE: Final = 0.05  # of the parameter norm: a replica that hardly moved still accepts this much distance
 MIN_ALONG: Final = 0.12  # cosine between their way and ours, from which they go our way
 GAIN_SHARE: Final = 0.25  # of what our loss fell since our published state: so much worse may the merge with one who goes our way be
@@ -48,13 +47,14 @@ def judge(measures: Measures, margin: float) -> None:
 
     Args:
         margin: how much worse, in nats per token, a merge with one who goes our way may be on our held-out batch.
-    Raises: PeerFault: the failed check, with its numbers.
+    Raises: PeerFault: not finite. Unfit: another failed check, with its numbers.
     """
     if not measures.finite:
         raise PeerFault("not finite: the snapshot holds NaN or infinity")
     allowed = max(MAX_DRIFT_RATIO * measures.drift, MIN_DRIFT_SHARE * measures.own_norm)
     if not measures.distance <= allowed:
-        raise PeerFault(f"norm: the snapshot is {measures.distance:.3g} away from ours, {allowed:.3g} is allowed")
+        fault = Unfit if measures.distance <= ABSURD * allowed else PeerFault
+        raise fault(f"norm: the snapshot is {measures.distance:.3g} away from ours, {allowed:.3g} is allowed")
     before, after = measures.loss_before, measures.loss_after
     if before is None or after is None:
         return
@@ -64,7 +64,7 @@ def judge(measures: Measures, margin: float) -> None:
     elif measures.loss_published is not None:
         allowed = max(margin, GAIN_SHARE * (measures.loss_published - before))
     if not after <= before + allowed:
-        raise PeerFault(f"held-out loss: the merge has {after:.3f}, ours {before:.3f}, margin {allowed:.3g}")
+        raise Unfit(f"held-out loss: the merge has {after:.3f}, ours {before:.3f}, margin {allowed:.3g}")
 
 
 def judge_state(finite: bool, loss_before: float | None, loss_after: float | None) -> None:

@@ -75,3 +75,8 @@ class Malformed(PeerFault):
 
 class Incompatible(PeerFault):
     """A peer of another protocol version, run or σ partition. Not hostile; refused once, with field, ours and theirs."""
+
+
+class Unfit(PeerFault):
+    """A whole and well-formed snapshot whose merge would not help us. Honest replicas that trained apart can come to this: the peer is put
+    off like after a failed call, for longer each time, and not banned."""

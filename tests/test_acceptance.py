@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.protocol.acceptance import MAX_DRIFT_RATIO, MIN_ALONG, MIN_DRIFT_SHARE, STATE_MARGIN, Measures, judge, judge_state
-from blocktrain.protocol.errors import PeerFault
+from blocktrain.protocol.errors import PeerFault, Unfit
 
 HONEST = Measures(finite=True, own_norm=100.0, distance=2.0, drift=1.0, loss_before=2.0, loss_after=1.95)
 NAN, INF = float("nan"), float("inf")
@@ -88,3 +88,14 @@ def test_a_downloaded_state_is_judged_by_what_it_does_on_our_text() -> None:
     for finite, before, after in ((False, 5.0, 2.0), (True, 2.0, 2.1 + STATE_MARGIN), (True, 5.0, NAN), (True, 5.0, INF)):
         with pytest.raises(PeerFault):
             judge_state(finite, before, after)
+
+
+def test_a_replica_that_only_went_astray_is_unfit_and_an_absurd_one_broke_the_agreement() -> None:
+    near = Measures(True, 10.0, 60.0, 1.0, None, None)
+    with pytest.raises(Unfit, match="norm"):
+        judge(near, 0.1)
+    with pytest.raises(PeerFault, match="norm") as caught:
+        judge(Measures(True, 10.0, 1e6, 1.0, None, None), 0.1)
+    assert not isinstance(caught.value, Unfit)
+    with pytest.raises(Unfit, match="held-out"):
+        judge(Measures(True, 10.0, 1.0, 1.0, 2.0, 9.0), 0.1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from blocktrain.protocol import acceptance, limits
 from blocktrain.protocol import facts as f
-from blocktrain.protocol.errors import PeerFault
+from blocktrain.protocol.errors import PeerFault, Unfit
 from blocktrain.protocol.exchange import Exchange, Result
 from blocktrain.protocol.ids import NO_DIGEST, Digest
 from blocktrain.protocol.messages import Accept, Offer, Outcome
@@ -211,7 +211,7 @@ def _settle(side: Side) -> None:
     try:
         mixed = _verified(side, other)
     except PeerFault as fault:
-        side.refusal = side.exchange.refused(fault.why, offence=True)
+        side.refusal = side.exchange.refused(fault.why, offence=not isinstance(fault, Unfit))
         side.outcome = Outcome(False, NO_DIGEST, fault.why[: limits.MAX_TEXT_CHARS])
     else:
         side.exchange.judged(mixed)
