@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ import torch
 from blocktrain.node.compute import serving
 from blocktrain.node.compute.model import MAX_WINDOW, Block
 from blocktrain.node.compute.serving import KEPT_STATES, PINNED_STATES, TorchServer
+from blocktrain.node.compute.thread import TrainingThread
 from blocktrain.node.compute.worker import Worker, load_block
 from blocktrain.node.ports import Busy, Published, UnknownState
 from blocktrain.protocol import sweep
@@ -456,3 +460,12 @@ async def test_a_server_with_a_small_share_rests_between_passes_and_answers_befo
     assert await first_row(server, b"one") == first
     assert slept[1] > 0
     await server.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
+def test_on_a_busy_machine_answers_come_before_training() -> None:
+    thread = TrainingThread(SimpleNamespace())  # type: ignore[arg-type]
+    training = thread.post(lambda trainer: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(10)
+    thread.stop()
+    thread.ended.result(10)
+    assert training > min(18, os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
