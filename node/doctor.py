@@ -42,6 +42,7 @@ MIN_DISK_BYTES: Final = 200 * 1024**2
 DAEMON_TIMEOUT_S: Final = 60.0
 SHARE_REACHED: Final = {"cpu": 0.45, "cuda": 0.35}  # of a matrix product's speed: measured on a CPU; on GPUs a cautious guess
 LONG_S: Final = 365 * 86400.0
+SLOW_BYTES_PER_S: Final = 256 * 1024
 NOTABLE_SKEW_S: Final = 2.0
 _IMPORTS: Final = ("torch", "numpy", "blocktrain.node.libp2p", "msgpack", "blake3", "cryptography", "psutil", "tokenizers", "safetensors")
 _VERSIONS: Final = ("torch", "numpy", "hivemind", "protobuf", "uvloop", "msgpack", "cryptography", "safetensors", "tokenizers")
@@ -295,8 +296,12 @@ async def check_network(config: DoctorConfig, runtime: Runtime) -> AsyncIterator
             yield Finding("daemon", OK, f"libp2p starts in {loop.time() - began:.1f} s")
             if not peers:
                 yield Finding("peers", OK, "none given; --initial-peers ADDRESS … tries and times them")
-            for finding in await asyncio.gather(*(_check_peer(libp2p, address, config.timeout_s, runtime) for address in peers)):
+            found = await asyncio.gather(*(_check_peer(libp2p, address, config.timeout_s, runtime) for address in peers))
+            for finding in found:
                 yield finding
+            sound = [address for address, finding in zip(peers, found, strict=True) if finding.level != FAIL]
+            if sound:
+                yield await _check_bandwidth(libp2p, sound, config.timeout_s, runtime)
         finally:
             await libp2p.stop()
 
@@ -332,6 +337,28 @@ async def _check_peer(libp2p: Libp2p, address: addresses.Address, timeout_s: flo
     if abs(skew_s) > NOTABLE_SKEW_S:
         return Finding("peers", WARN, text, "set this machine's clock (timedatectl set-ntp true)")
     return Finding("peers", OK, text)
+
+
+async def _check_bandwidth(libp2p: Libp2p, peers: list[addresses.Address], timeout_s: float, runtime: Runtime) -> Finding:
+    """From the first peer that has something to send."""
+    from blocktrain.node import bandwidth
+    from blocktrain.node.transport import Libp2pTransport
+    from blocktrain.protocol.handshake import Greeting
+    from blocktrain.protocol.ids import PeerId
+
+    transport = Libp2pTransport(libp2p, Greeting(None, f"blocktrain/{__version__} doctor"), runtime.clock)
+    why = ""
+    for address in peers:
+        try:
+            rate = await bandwidth.measure(transport, PeerId(address.peer), timeout_s=timeout_s)
+        except (NetworkFault, PeerFault) as fault:
+            why = str(fault)
+            continue
+        if rate < SLOW_BYTES_PER_S:
+            text = f"{_size(rate)}/s from {address.text}"
+            return Finding("link", WARN, text, "exchanges may miss their deadline: choose a smaller codec (int8) or a longer tau-s")
+        return Finding("link", OK, f"{_size(rate)}/s from {address.text}")
+    return Finding("link", OK, f"not measured: {why}")
 
 
 # ---- small things ---------------------------------------------------------------------------------------------------------------------

@@ -21,10 +21,13 @@ from blocktrain.node.config import DoctorConfig
 from blocktrain.node.doctor import FAIL, OK, WARN, Finding
 from blocktrain.node.recipe_file import load_recipe
 from blocktrain.node.runtime import Runtime, wall_clock
+from blocktrain.node.status import Status
 from blocktrain.protocol.handshake import Greeting
 from blocktrain.protocol.ids import peer_id_of_key
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.messages import INFO
+from tests.conftest import MakeNet
+from tests.swarm_kit import Nodes, until
 
 NOBODY = peer_id_of_key(bytes(32))
 Memory = namedtuple("Memory", "available")
@@ -202,7 +205,7 @@ async def findings(*peers: str) -> list[Finding]:
 async def test_peers_are_dialled_and_told_apart() -> None:
     async with a_peer(answers=True) as node, a_peer(answers=False) as bootstrap:
         dead = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
-        daemon, first, second, third = await findings(node, bootstrap, dead)
+        daemon, first, second, third, link = await findings(node, bootstrap, dead)
     assert (daemon.check, daemon.level) == ("daemon", OK)
     assert first.level == OK
     assert "blocktrain/test" in first.text
@@ -212,13 +215,31 @@ async def test_peers_are_dialled_and_told_apart() -> None:
     assert (third.level, third.code) == (FAIL, 3)
     assert third.text.startswith(f"{dead}: ")
     assert third.fix
+    assert (link.check, link.level) == ("link", OK)
+    assert link.text.startswith("not measured: ")  # neither of them has a state
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(("slow", "level"), [(1.0, OK), (1e12, WARN)])
+async def test_the_bandwidth_to_a_peer_with_a_state_is_measured(
+    net_factory: MakeNet, monkeypatch: pytest.MonkeyPatch, slow: float, level: str
+) -> None:
+    monkeypatch.setattr(doctor, "SLOW_BYTES_PER_S", slow)
+    nodes = Nodes(net_factory)
+    host = await nodes.start(0)
+    host.node._info._status_json = lambda: Status(run=nodes.run.run.hex(), block=0, blocks=3, round=host.round).to_json()
+    await until(lambda: host.round >= 1, host.said)
+    *_, link = await findings(host.address)
+    await nodes.close()
+    assert (link.check, link.level, bool(link.fix)) == ("link", level, level == WARN)
+    assert "/s from " in link.text, link
 
 
 @pytest.mark.real
 @pytest.mark.parametrize(("ahead_s", "level"), [(5.0, WARN), (60.0, FAIL)])
 async def test_a_clock_that_differs_from_a_peers_is_told(ahead_s: float, level: str) -> None:
     async with a_peer(answers=True, clock=lambda: wall_clock() + ahead_s) as node:
-        _, finding = await findings(node)
+        _, finding, *_ = await findings(node)
     assert finding.level == level
     assert f"its clock +{ahead_s:.1f} s" in finding.text
 
