@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import signal
 import threading
@@ -51,6 +52,7 @@ async def run_node(config: NodeConfig, runtime: Runtime) -> int:
     Raises: BlocktrainError: whatever a person can mend, in one line.
     """
     logs.setup(config.log_level)
+    threading.Thread(target=_warm_up, name="warm-up", daemon=True).start()
     with Talk(config, runtime) as talk:
         work = asyncio.create_task(_node(config, runtime, talk), name="node")
         beside = [asyncio.create_task(talk.repeat(), name="talk"), asyncio.create_task(runtime.stop.wait(), name="stop")]
@@ -137,6 +139,12 @@ async def _open(config: NodeConfig, plan: Plan, runtime: Runtime) -> AsyncIterat
         parts = Parts(net.transport, net.directory, prepared.replica, server, witness.answer)
         node = Node(config, manifest, block, parts, clock=runtime.clock, rng=runtime.rng, status_json=status_json)
         yield node, static
+
+
+def _warm_up() -> None:
+    """Import torch while the swarm is looked for. Whatever is wrong with it is told by whoever needs it."""
+    with contextlib.suppress(Exception):
+        importlib.import_module("blocktrain.node.compute.assemble")
 
 
 def _prepare(config: NodeConfig, plan: Plan, store: Store, peer: str) -> Prepared:
