@@ -29,7 +29,7 @@ from blocktrain.node.runtime import Runtime
 from blocktrain.node.service import Node, Parts
 from blocktrain.node.snapshot import Clocks, Static, build
 from blocktrain.node.status import Status
-from blocktrain.node.store import Store
+from blocktrain.node.store import MAX_PEERS_KEPT, Store
 from blocktrain.node.talk import Talk
 from blocktrain.protocol.errors import Unreachable
 from blocktrain.protocol.handshake import Greeting
@@ -280,5 +280,6 @@ def _remember(node: Node, static: Static) -> bool:
     members.sort(key=lambda member: (member.block != node.block, member.peer))
     found = [address for member in members for address in member.addresses[:1]]
     if found:
-        static.store.save_peers(found)
+        asked = node.config.network.initial_peers[:MAX_PEERS_KEPT]  # by them a store is known again (planning.py)
+        static.store.save_peers(list(dict.fromkeys((*found[: MAX_PEERS_KEPT - len(asked)], *asked))))
     return bool(found)

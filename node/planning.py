@@ -223,13 +223,17 @@ def _from_store(folder: Path, config: NodeConfig) -> Plan:
 
 
 def _remembered(config: NodeConfig) -> Plan | None:
-    """The node that we were before, where all initial peers are dead but a store remembers others: the one store that fits, or none."""
+    """The node that we were before, where all initial peers are dead but a store remembers others: the one store that fits, or none.
+
+    Without `--store` one fits that was joined by one of these initial peers.
+    """
     folders = [config.files.store.expanduser()] if config.files.store is not None else known_stores()
     plans = []
     for folder in folders:
         with contextlib.suppress(UsageError):  # in use, damaged, or of another block
             plan = _from_store(folder, config)
             known = not config.run or plan.manifest.name == config.run or plan.manifest.run.hex().startswith(config.run.lower())
-            if plan.known_peers and known:
+            ours = config.files.store is not None or not set(config.network.initial_peers).isdisjoint(plan.known_peers)
+            if plan.known_peers and known and ours:  # a mistyped address of another swarm must not lead to an old one
                 plans.append(plan)
     return plans[0] if len(plans) == 1 else None

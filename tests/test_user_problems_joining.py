@@ -89,6 +89,19 @@ async def test_02_a_node_whose_initial_peers_are_gone_for_good_goes_on_from_the_
     await until(lambda: again.knows(host) and host.knows(again), again.said)
 
 
+async def test_02_without_a_store_named_the_one_that_was_joined_by_these_addresses_is_found_and_no_other(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    host, gone = await nodes.start(0, training=IDLE), dead()
+    with Store.open(None, nodes.run.run, 1) as store:
+        store.save_manifest(nodes.run.to_bytes())
+        store.save_peers([host.address, gone])
+    assert (await make_plan(joiner(gone), real())).block == 1
+    with pytest.raises(Unreachable):  # the address of another swarm, mistyped
+        await make_plan(joiner(dead()), real())
+
+
 async def test_04_a_node_that_sees_nobody_of_its_run_says_isolated_and_stops_saying_it(
     nodes: Nodes, net_factory: MakeNet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
