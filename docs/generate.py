@@ -99,7 +99,9 @@ def _commands(name: str, app: App) -> dict[str, Callable[[], str]]:
     for word in app:
         if not word.startswith("-"):
             found |= _commands(f"{name} {word}", app[word])
-    return found or {name: lambda: options(app)}
+    if not found or app.default_command is not None:  # `world` is a command, and has commands
+        found[name] = lambda: options(app)
+    return found
 
 
 def renewed(text: str, known: dict[str, Callable[[], str]]) -> str:
