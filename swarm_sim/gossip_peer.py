@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from blocktrain.node.compute.replica import TorchReplica
 
 TAU_S: Final = 120.0
+LEARNING_RATE: Final = 1e-4
 POLL_S: Final = 0.005
 SPREAD: Final = 1e-3  # replicas differ by so much noise, as a share of a standard normal weight
 HELDOUT_MARGIN: Final = 1e9  # untrained blocks: the check is made and timed, its verdict is of no interest
@@ -47,7 +48,9 @@ HELDOUT_MARGIN: Final = 1e9  # untrained blocks: the check is made and timed, it
 def manifest_of(width: int, layers: int) -> Manifest:
     """A run whose blocks have the size that is asked for."""
     base = recipe_file.load_recipe("tiny")
-    return replace(base, name="gossip", model=Model(width=width, layers=layers, heads=4, context=128, vocabulary=256))
+    model = Model(width=width, layers=layers, heads=4, context=128, vocabulary=256)
+    # Small steps: a partner that does not train has no way of its own, by which it could tell how far is plausible.
+    return replace(base, name="gossip", model=model, schedule=replace(base.schedule, learning_rate=LEARNING_RATE))
 
 
 class Noise:
