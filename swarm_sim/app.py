@@ -179,6 +179,7 @@ def bench_all(options: BenchOptions = BenchOptions()) -> int:
     from blocktrain.swarm_sim import bench_quality as quality
     from blocktrain.swarm_sim import bench_step as step
     from blocktrain.swarm_sim import bench_sweep as sweeps
+    from blocktrain.swarm_sim import bench_world as world
     from blocktrain.swarm_sim import benches
     from blocktrain.swarm_sim.bench_catchup import BENCH as CATCHUP
     from blocktrain.swarm_sim.bench_gossip import BENCH as GOSSIP
@@ -189,6 +190,7 @@ def bench_all(options: BenchOptions = BenchOptions()) -> int:
     return benches.commands(
         [
             BENCH,
+            world.BENCH,
             CATCHUP,
             GOSSIP,
             step.bench(None),
