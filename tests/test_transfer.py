@@ -134,7 +134,7 @@ async def stripe(lanes: list[tuple[Line, Line]], one: Transfer, other: Transfer)
     for helper in helpers:
         helper.cancel()
     await asyncio.gather(*helpers, return_exceptions=True)
-    return ends  # type: ignore[return-value]
+    return ends
 
 
 @pytest.mark.parametrize("size", [1, CHUNK - 1, CHUNK, 100 * CHUNK, 100 * CHUNK + 1])
