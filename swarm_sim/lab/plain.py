@@ -88,4 +88,4 @@ class PlainLoop:
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
-        return float(loss)
+        return float(loss.detach())
