@@ -194,7 +194,7 @@ class Session:
             async with asyncio.timeout(limits.HOP_TIMEOUT_S * len(self.legs)):
                 while True:
                     try:
-                        async with asyncio.timeout(usual_s):
+                        async with asyncio.timeout(min(usual_s, limits.HOP_TIMEOUT_S / 2)):
                             heard = await self._heard.get()
                     except TimeoutError:
                         silent = await self.silent()
@@ -207,7 +207,11 @@ class Session:
                     if heard[1].sequence == sequence:
                         return heard
         except TimeoutError:
-            raise Broken(f"no answer in {limits.HOP_TIMEOUT_S * len(self.legs):g} s, but everybody is there", relay=True) from None
+            silent = await self.silent()
+            why = f"no answer in {limits.HOP_TIMEOUT_S * len(self.legs):g} s"
+            if silent:
+                raise Broken(f"{why}, nor to a ping: {', '.join(map(short, silent))}", silent) from None
+            raise Broken(f"{why}, but everybody is there", relay=True) from None
 
     async def silent(self) -> list[PeerId]:
         """Who does not answer a ping now."""
