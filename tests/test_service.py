@@ -189,11 +189,11 @@ def test_no_run_of_a_name_is_a_clear_end_and_several_runs_are_listed(programs: P
     other = programs.folder / "other.toml"
     other.write_text(recipe(name='"other"'))
     second = programs.start("--new-run", str(other), "--initial-peers", address)
+    second.up()  # at once: after a while alone in its run its phase is `isolated`
     assert lost.end(120) == 4
     line = lost.talk().strip().splitlines()[-1]
     assert "no run 'huge' in this swarm; known are: " in line
     assert "tiny" in line
-    second.up()
     second.wait(lambda status: status["round"] >= 1)
     unsure = programs.start(peers=(address,))
     range_ = programs.start("--run", "tiny", block=9, peers=(address,))
