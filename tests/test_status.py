@@ -277,11 +277,12 @@ def test_the_folder_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_line_says_who_how_well_with_whom_and_what_it_waits_for() -> None:
     assert one_line(FULL) == (
-        "anna block 2/3 · round 17 · loss 2.431 · held-out 2.507 · 9.5k tok/s · 2 peers · merged 15, late 1, refused 2 · reachable: direct · "
-        "training for 1 min 15 s, waiting for a partner that is not busy, next: an offer in 3 s"
+        "anna block 2/3 · round 17 · loss 2.431 · held-out 2.507 · 9.5k tok/s · 2 peers · merged 15, late 1, refused 2 · "
+        "reachable: direct · training for 1 min 15 s, waiting for a partner that is not busy, next: an offer in 3 s"
     )
     assert one_line(Status(name="new")) == (
-        "new block ? · round 0 · loss – · held-out – · 0 tok/s · 0 peers · merged 0, late 0, refused 0 · reachable: unknown · starting for 0 s"
+        "new block ? · round 0 · loss – · held-out – · 0 tok/s · 0 peers · merged 0, late 0, refused 0 · "
+        "reachable: unknown · starting for 0 s"
     )
 
 
