@@ -54,7 +54,8 @@ def exit_codes() -> str:
 
     words: dict[int, list[str]] = {0: ["What was asked for was done; or a node was told to stop, and its state is saved."]}
     for cls in tree(errors.BlocktrainError):
-        if cls.exit_code > 1 and cls.__doc__ and cls is not errors.NetworkFault:
+        ours = cls.__module__ == errors.__name__  # rooms above refine them, and may or may not be imported here
+        if ours and cls.exit_code > 1 and cls.__doc__ and cls is not errors.NetworkFault:
             words.setdefault(cls.exit_code, []).append(cls.__doc__.strip().splitlines()[0])
     words[1] = ["A bug in blocktrain; the line says where its traceback is."]
     words[130] = ["Ended by force: a second Ctrl-C, or it did not stop within its five seconds."]

@@ -293,7 +293,8 @@ class Core:
             return "put-off", put_off_s
         if self.round - fact.offer.round >= FAR_BEHIND_ROUNDS:
             return "behind", 10.0
-        if fact.offer.round - self.round >= FAR_BEHIND_ROUNDS:
+        if fact.offer.round - self.round >= (FETCH_WHEN_BEHIND + 1 if self._fresh else FAR_BEHIND_ROUNDS):
+            self._read_at = now  # who has that round is worth knowing at once
             return "ahead", 10.0
         return "", 0.0
 

@@ -299,7 +299,7 @@ class Programs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.recipe = folder / "run.toml"
-        self.recipe.write_text(recipe())
+        self.recipe.write_text(recipe(steps_per_round="50"))
         self.data = folder / "text.txt"
         self.data.write_bytes(bytes(TEXT.astype(np.uint8)) * 4)
         self.runtime = folder / "runtime"

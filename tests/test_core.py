@@ -264,6 +264,15 @@ def test_offers_are_declined_by_state_block_and_distance() -> None:
         assert refusal.reason == reason
 
 
+def test_a_replica_that_never_got_state_declines_one_that_is_ahead_and_looks_for_its_state_at_once() -> None:
+    core = node(expects_peers=False)
+    core.handle(f.Began(0, Digest(b"d" * 32), fresh=True), T0)
+    refusal = only(core.handle(f.Offered(LOW, offer(round=FETCH_WHEN_BEHIND + 1)), T0 + 2), f.Refuse)
+    assert isinstance(refusal, f.Refuse)
+    assert refusal.reason == "ahead"
+    assert core.wake_at() <= T0 + 2
+
+
 def test_an_offender_is_put_off_named_and_not_asked() -> None:
     core = training(LOW)
     take = only(core.handle(f.Offered(LOW, offer()), T0 + 5), f.Take)

@@ -84,7 +84,7 @@ def test_a_run_record_comes_back_and_stays_small() -> None:
         ("run", b"short", "run has 5 bytes; it must have 32"),
         ("block", -1, "block is -1"),
         ("block", limits.MAX_BLOCKS, "block is 1024"),
-        ("phase", "sleeping", "phase is sleeping; it must be one of joining, "),
+        ("phase", "sleeping", "phase is sleeping; it must be one of choosing, joining"),
         ("round", records.MAX_ROUND + 1, "round is"),
         ("digest", b"d" * 33, "digest has 33 bytes"),
         ("tokens_per_s", -1.0, "tokens_per_s is -1"),

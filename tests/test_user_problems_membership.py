@@ -51,8 +51,8 @@ def quiet(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 async def test_08_a_healthy_start_says_nothing_that_looks_like_an_error(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    host = await nodes.start(0)
-    joiner = await nodes.start(0, host)
+    host = await nodes.start(0, pace_s=0.1)
+    joiner = await nodes.start(0, host, pace_s=0.1)
     await until(lambda: joiner.accepted and host.accepted, joiner.said)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert "Traceback" not in caplog.text
