@@ -1,12 +1,15 @@
-"""One node: the network, the block, the store, and what the user sees.
+"""One node, and the commands that ask a swarm. By what they are for:
 
-runtime    the one place that starts uvloop, reads the real clock and draws the seed
-config     every setting of a node, with its default, once
-ports      what the service needs from the outside world, as types; tests and simulators bring their own
-libp2p     the one file that imports hivemind; identity, directory and transport stand on it
-compute/   the one folder that imports torch: the block, its training and its serving thread
-store      what survives a restart
-service    one node's life: facts into the protocol core, decisions out of it
-status     what a node can say about itself, in plain words
-commands/  the command line
+start          runtime (event loop, clock, signals: the only place), config (every setting, once), planning and placing (which run, which
+               block), launch (open everything, close it in reverse), talk and snapshot and status and local (what the user sees)
+life           service (facts into the protocol core, decisions out of it), ports (what it needs from outside, as types)
+a round        exchanger (an exchange), transfer (its bytes), catchup and download (state instead of averaging)
+a sweep        holder (a holder's side), client, traversal and legs (the client's), gateway and export (other ways to ask)
+network        network (all of it, as one context), libp2p (the one file that imports hivemind) with daemon, lean, taming, sealing, bootstrap
+               and dialing; transport (streams), directory (records), join (from an address to a manifest), reachability, identity
+data           data (batches), corpus, sources, fetched, wiki, permutation, cache, tokenizer, recipe_file
+disk           store, checkpoint, logs
+this machine   doctor, survey, sizes, bandwidth
+compute/       the one folder that imports torch: the block, its training thread, its serving thread
+commands/      the command line
 """

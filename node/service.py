@@ -120,10 +120,11 @@ class Node:
             self.tell(f.Began(published.round, published.digest, fresh))
             await stop.wait()
             ticking.cancel()
-            await self._leave()
             self._tasks = None
-            for task in self._running:
+            for task in list(self._running):  # an announcement that is under way must not come after the goodbye
                 task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+            await self._leave()
 
     async def _leave(self) -> None:
         for decision in self.core.handle(f.Stopping(), self.clock()):

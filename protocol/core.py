@@ -29,6 +29,7 @@ FETCH_AGAIN_S: Final = 30.0  # before downloading is thought of again after that
 STALLS_FORGIVEN: Final = 2  # exchanges in a row that a peer begins and lets hang; then its offers are declined while it is put off
 MAX_STALLERS: Final = 256  # peers whose hanging exchanges are remembered
 LEAP_S: Final = 1.0  # at least between two announcements that a quick succession of rounds causes
+SOON_S: Final = 0.5  # to a read that something waits for
 FIRST_READS: Final = 2  # reads of our own block before "nobody has a newer state" is believed
 BUSY_RETRY_S: Final = 1.0
 MAX_OTHER_BLOCKS_READ: Final = 8  # per refresh; larger runs take turns
@@ -168,7 +169,7 @@ class Core:
         self._own_reads += 1
         if self.phase == "joining":
             if self._own_reads < FIRST_READS:
-                self._read_at = min(self._read_at, now + 0.5)
+                self._read_at = min(self._read_at, now + SOON_S)
             return self._catch_up(now)
         # A replica that never got any state from the swarm is not one of the swarm yet, however far it came alone.
         enough = FETCH_WHEN_BEHIND + 1 if self._fresh else FAR_BEHIND_ROUNDS
@@ -294,7 +295,7 @@ class Core:
         if self.round - fact.offer.round >= FAR_BEHIND_ROUNDS:
             return "behind", 10.0
         if fact.offer.round - self.round >= (FETCH_WHEN_BEHIND + 1 if self._fresh else FAR_BEHIND_ROUNDS):
-            self._read_at = now  # who has that round is worth knowing at once
+            self._read_at = min(self._read_at, now + SOON_S)  # who has that round is worth knowing soon, and not at every such offer
             return "ahead", 10.0
         return "", 0.0
 
@@ -387,7 +388,7 @@ class Core:
     def _reads(self, now: float) -> list[f.Decision]:
         """Our own block at every refresh, other blocks too (in turns where there are many)."""
         early = self.phase == "joining" and self._own_reads < FIRST_READS
-        self._read_at = now + (0.5 if early else self.settings.refresh_s)
+        self._read_at = now + (SOON_S if early else self.settings.refresh_s)
         others = [block for block in range(self.manifest.blocks) if block != self.block]
         if len(others) > MAX_OTHER_BLOCKS_READ:
             others = self._rng.sample(others, MAX_OTHER_BLOCKS_READ)

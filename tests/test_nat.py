@@ -20,6 +20,8 @@ import pytest
 
 from tests.swarm_kit import Program, Programs, recipe
 
+pytestmark = pytest.mark.real  # processes of their own
+
 RELAYS = ("11.0.0.1", "11.0.0.2", "11.0.0.3", "11.0.0.4")
 START = "import sys; from blocktrain.node.commands.app import main; sys.exit(main())"
 WAIT_S = 150.0

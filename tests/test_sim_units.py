@@ -28,6 +28,8 @@ from blocktrain.swarm_sim.cluster import Member
 from blocktrain.swarm_sim.display import Display
 from blocktrain.swarm_sim.processes import Children, Failure, Interrupted, Patience, Programs
 
+pytestmark = pytest.mark.real  # processes of their own
+
 FAKE = Path(__file__).with_name("fake_node.py")
 QUICK = Patience(silent_s=2, stop_s=1.5, left_s=1, start_s=10, meet_s=2, client_s=10, exchange_s=2, carry_on_s=10, rejoin_s=3)
 PNG = b"\x89PNG"
