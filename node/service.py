@@ -192,6 +192,7 @@ class Node:
         task = self._tasks.create_task(self._guarded(work, name), name=name)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        task.add_done_callback(lambda _: work.close())  # a task that is cancelled before its first step never awaits it
         return task
 
     async def _guarded(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -352,10 +353,12 @@ class Node:
         match fact:
             case f.Ended(result=result) if result.kind == "merged":
                 log.info("round %d: merged with %s in %.1f s", self.core.round, short(fact.peer), fact.took_s)
-            case f.Ended(result=result) if result.kind in ("refused", "one_sided"):
-                log.warning("exchange with %s %s: %s", fact.peer, result.kind.replace("_", "-"), result.why)
             case f.Ended(result=result):
-                log.info("exchange with %s %s: %s", short(fact.peer), result.kind, result.why or "no reason given")
+                bad = result.kind in ("refused", "one_sided")
+                kind, why = result.kind.replace("_", "-"), result.why or "no reason given"
+                key = f"{self.me}/{fact.peer}/{kind}/{why.partition(':')[0]}"
+                words = f"exchange with {fact.peer if bad else short(fact.peer)} {kind}: {why}"
+                logs.say_once_a_minute(log, logging.WARNING if bad else logging.INFO, key, words)
             case f.FetchEnded(why=""):
                 log.info("downloaded the state of round %d", self.core.round)
             case f.FetchEnded(why=why):
