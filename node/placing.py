@@ -35,7 +35,7 @@ class Pace:
     """How long a choice may take. A firm picture must be seen `looks` times in a row, `pause_s` apart (±half, so that choosers spread)."""
 
     pause_s: float = 1.0
-    looks: int = 2
+    looks: int = 3
     at_most_s: float = 20.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -30,7 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Real nodes wait for daemons and for each other, within deadlines. Where a machine is so busy that one is missed, the test is tried
     again, and the summary says RERUN: a test that fails three times is broken, one that shows up there often is badly made."""
     for item in items:
-        if item.get_closest_marker("real"):
+        waits = inspect.iscoroutinefunction(getattr(item, "obj", None))  # over twins in memory: deadlines, too
+        if waits or item.get_closest_marker("real"):
             item.add_marker(pytest.mark.flaky(reruns=2))
 
 

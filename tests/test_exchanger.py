@@ -485,7 +485,7 @@ async def test_a_claim_of_boundless_work_moves_the_merge_no_further_than_the_bou
     assert (await offer_and(pair, complete, weight=1e15)).kind == "one_sided"
     merged = flat.from_bytes(pair.honest.replica.state()[1], pair.honest.replica.state_bytes // 4)
     moved = float(torch.linalg.vector_norm(merged - ours) / torch.linalg.vector_norm(theirs - ours))
-    assert 0.5 < moved < 5 / 6 + 0.01
+    assert 0.49 < moved < 5 / 6 + 0.01  # one half where we ourselves have worked for as long as counts at most
 
 
 # ---- what the core must always hear -----------------------------------------------------------------------------------------------------
