@@ -60,12 +60,25 @@ class SearchOptions:
     nodes: Annotated[int, Parameter(validator=Number(gte=0, lte=20_000), help="This many nodes; without it, 4 to 14 by the seed.")] = 0
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ChooseOptions:
+    """Crowds of `--block auto` nodes."""
+
+    seeds: Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_000), help="How many seeds.")] = 200
+    first: Annotated[int, Parameter(validator=Number(gte=0), help="The first of them.")] = 0
+    nodes: Annotated[int, Parameter(validator=Number(gte=1, lte=200), help="How many start together.")] = 8
+    blocks: Annotated[int, Parameter(validator=Number(gte=1, lte=64), help="Blocks of the run.")] = 4
+    tell: Annotated[bool, Parameter(negative="", help="Print who claimed and took which block, and when.")] = False
+
+
 def app() -> App:
     """The command group, to be put under `blocktrain-sim`."""
     group = App(name="world", help=WORLD_HELP)
     group.default(world)
     group.command(replay)
     group.command(search)
+    group.command(choose)
     return group
 
 
@@ -108,6 +121,25 @@ def search(options: SearchOptions = SearchOptions()) -> int:
             frame.say(f"{verdict.case.seed - options.first + 1} seeds held, {time.monotonic() - began:.0f} s")
     print(f"{options.seeds} seeds from {options.first} on: everything held")
     return 0
+
+
+def choose(options: ChooseOptions = ChooseOptions()) -> int:
+    """Let crowds of nodes choose their blocks by delayed and lost views of the DHT: an even division must come of it, and stay."""
+    from blocktrain.swarm_sim.world import choosing
+
+    failed = 0
+    for choice in choosing.search(options.first, options.seeds, options.nodes, options.blocks):
+        if options.tell:
+            for said in choice.diary:
+                print(f"{said.at_s:8.1f} s  node {said.node:<3} {said.phase:<9} block {said.block}")
+        if choice.violations:
+            failed += 1
+            frame.say(f"seed {choice.seed} did not hold:")
+            for violation in choice.violations[:8]:
+                frame.say(str(violation))
+            frame.say(f"replay it with: {choice.command()}")
+    print(f"{options.seeds} seeds from {options.first} on: {failed or 'none'} did not hold")
+    return int(failed > 0)
 
 
 def _check(scenario: str) -> None:
