@@ -150,6 +150,47 @@ class Node:
         self.last_read_now = now = max(self.last_read_now, self.clock.read(self.world.queue.now))
         return now
 
+    # ---- as checkers see it (checkers/scene.py) ---------------------------------------------------------------------------------
+
+    @property
+    def liar(self) -> bool:
+        return bool(self.who.lies)
+
+    @property
+    def up_s(self) -> float:
+        return self.world.queue.now - self.up_since
+
+    @property
+    def phase(self) -> str:
+        return self.core.phase
+
+    @property
+    def round(self) -> int:
+        return self.compute.round
+
+    @property
+    def digest(self) -> bytes:
+        return self.compute.digest
+
+    @property
+    def accepted(self) -> int:
+        return self.core.counters.accepted
+
+    @property
+    def overdue_s(self) -> float:
+        current = self.core.current
+        return 0.0 if current is None else self.read_clock() - current.deadline
+
+    def waiting(self) -> tuple[str, str, float, str]:
+        return self.core.waiting(self.read_clock())
+
+    def missing(self) -> tuple[int, ...]:
+        return self.core.members.missing(self.clock.read(self.world.queue.now), self.block)
+
+    def known(self, block: int) -> set[int]:
+        holders = self.core.members.holders(block, self.clock.read(self.world.queue.now))
+        return {self.world.by_peer[member.peer].number for member in holders}
+
     # ---- facts in, decisions out ------------------------------------------------------------------------------------------------
 
     def tell(self, fact: f.Fact) -> None:

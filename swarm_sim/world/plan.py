@@ -66,6 +66,7 @@ class Plan:
     refresh_s: float = 10.0
     ttl_s: float = 30.0
     tau_s: float = 20.0
+    grace_s: float = 90.0  # by which a node that came up must train along with the others
     state_bytes: int = 4_000_000
     topology: str = "pairs"
     spread_s: float = 0.04  # of the hosts over the plane: one way across it

@@ -246,6 +246,15 @@ class World:
         """Who truly holds a block now: up, past joining, and seen by the others in principle."""
         return [node for node in self.nodes if node.up and node.block == block and node.core.phase in ("training", "serving")]
 
+    @property
+    def skew_s(self) -> float:
+        """The most by which a clock is off, at any time of the story."""
+        return max((abs(node.clock.skew_s) + abs(node.clock.drift) * self.plan.end_s for node in self.nodes), default=0.0)
+
+    def can_meet(self, one: int, other: int) -> bool:
+        """Whether one of two nodes can call the other."""
+        return self.network.callable(one, other) or self.network.callable(other, one)
+
     def can_enter_dht(self, node: Node) -> bool:
         """Whether a process that just started finds its way in: through an initial peer, or an address that it remembers from before."""
         if node.number < BOOTSTRAPS:

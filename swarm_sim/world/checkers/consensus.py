@@ -27,6 +27,8 @@ class Consensus(Checker):
 
     name = "consensus"
 
+    world: World
+
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._distances: dict[int, list[float]] = {}

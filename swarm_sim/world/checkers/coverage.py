@@ -1,19 +1,13 @@
 """Checker: every block is held, or reported missing; and what is held is not reported missing by those who could know.
 
 A node's word may lag behind the truth by a record's life, a refresh and the look-ups; across a cut, or with messages lost, it may be
-wrong about what is held. Also: while somebody holds a block all the time, the swarm's newest state of it is not lost.
+wrong about what is held.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from blocktrain.swarm_sim.world.checkers.base import Checker
-
-if TYPE_CHECKING:
-    from blocktrain.swarm_sim.world.world import World
-
-SLACK_S = 15.0
+from blocktrain.swarm_sim.world.checkers.scene import Scene
 
 
 class Coverage(Checker):
@@ -21,12 +15,11 @@ class Coverage(Checker):
 
     name = "coverage"
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Scene) -> None:
         super().__init__(world)
         self._held_since: dict[int, float] = {}
         self._lost_since: dict[int, float] = dict.fromkeys(range(world.plan.blocks), 0.0)
-        skews = [abs(node.clock.skew_s) + abs(node.clock.drift) * world.plan.end_s for node in world.nodes]
-        self._lag_s = world.plan.ttl_s + world.plan.refresh_s + SLACK_S + 2 * max(skews, default=0.0)
+        self._lag_s = self.lag_s()
         world.watchers.sampled.append(self._sampled)
 
     def _sampled(self, at_s: float) -> None:
@@ -45,9 +38,9 @@ class Coverage(Checker):
         if not gone and not kept:
             return
         for node in world.alive():
-            if world.queue.now - node.up_since < self._lag_s or node.core.phase not in ("training", "serving"):
+            if node.up_s < self._lag_s or node.phase not in ("training", "serving"):
                 continue
-            missing = node.core.members.missing(node.clock.read(world.queue.now), node.block)
+            missing = node.missing()
             for block in gone:
                 if block not in missing:
                     self.object(

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from blocktrain.protocol.ids import PeerId
 from blocktrain.swarm_sim.world.checkers.base import Checker
-
-if TYPE_CHECKING:
-    from blocktrain.swarm_sim.world.node import Node
-    from blocktrain.swarm_sim.world.world import World
+from blocktrain.swarm_sim.world.checkers.scene import Actor, Scene
 
 
 class Order(Checker):
@@ -17,17 +11,17 @@ class Order(Checker):
 
     name = "order"
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Scene) -> None:
         super().__init__(world)
         self._last: dict[int, tuple[int, bytes]] = {}
         world.watchers.started.append(self._started)
         world.watchers.published.append(self._published)
 
-    def _started(self, node: Node) -> None:
-        self._last[node.number] = node.compute.round, node.compute.digest
+    def _started(self, node: Actor) -> None:
+        self._last[node.number] = node.round, node.digest
 
-    def _published(self, node: Node, how: str, donor: PeerId | None) -> None:
-        round, digest = node.compute.round, node.compute.digest
+    def _published(self, node: Actor, how: str, donor: str | None) -> None:
+        round, digest = node.round, node.digest
         before, old = self._last[node.number]
         self._last[node.number] = round, digest
         if round < before:

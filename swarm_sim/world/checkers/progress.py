@@ -5,16 +5,10 @@ And averages, wherever there is an honest replica to average with.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from blocktrain.swarm_sim.world.checkers.base import Checker
-
-if TYPE_CHECKING:
-    from blocktrain.swarm_sim.world.node import Node
-    from blocktrain.swarm_sim.world.world import World
+from blocktrain.swarm_sim.world.checkers.scene import Actor, Scene
 
 GRACE_ROUNDS = 5.0
-GRACE_S = 90.0
 
 
 class Progress(Checker):
@@ -22,7 +16,7 @@ class Progress(Checker):
 
     name = "progress"
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Scene) -> None:
         super().__init__(world)
         self._start: dict[int, tuple[int, int, int]] = {}  # number → epoch, round, accepted
         self._from_s = (world.plan.heal_at_s + world.plan.end_s) / 2
@@ -30,10 +24,10 @@ class Progress(Checker):
 
     def _sampled(self, at_s: float) -> None:
         if at_s >= self._from_s and not self._start:
-            self._start = {n.number: (n.epoch, n.core.round, n.core.counters.accepted) for n in self.world.alive() if self._settled(n)}
+            self._start = {n.number: (n.epoch, n.round, n.accepted) for n in self.world.alive() if self._settled(n)}
 
-    def _settled(self, node: Node) -> bool:
-        return self.world.queue.now - node.up_since > GRACE_S
+    def _settled(self, node: Actor) -> bool:
+        return node.up_s > self.world.plan.grace_s
 
     def finish(self) -> None:
         world = self.world
@@ -44,20 +38,16 @@ class Progress(Checker):
             rounds = seconds / node.round_s
             if rounds < GRACE_ROUNDS:
                 continue
-            if node.core.phase != "training":
-                self.object(f"node {node.number} is {node.core.phase} in the end: {node.core.waiting(node.read_clock())[1]}")
-            elif node.core.round <= round:
+            if node.phase != "training":
+                self.object(f"node {node.number} is {node.phase} in the end: {node.waiting()[1]}")
+            elif node.round <= round:
                 self.object(f"node {node.number} stayed at round {round} for {seconds:.0f} s")
-            honest = [n for n in here if n.block == node.block and not n.who.lies and n is not node]
+            honest = [n for n in here if n.block == node.block and not n.liar and n is not node]
             if (
                 honest
                 and not world.plan.hopeless
-                and not node.who.lies
-                and node.core.counters.accepted == accepted
-                and self._can_meet(node, honest)
+                and not node.liar
+                and node.accepted == accepted
+                and any(world.can_meet(node.number, n.number) for n in honest)
             ):
                 self.object(f"node {node.number} averaged with nobody for {seconds:.0f} s, with {len(honest)} honest replicas around")
-
-    def _can_meet(self, node: Node, others: list[Node]) -> bool:
-        network = self.world.network
-        return any(network.callable(node.number, n.number) or network.callable(n.number, node.number) for n in others)

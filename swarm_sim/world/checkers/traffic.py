@@ -21,6 +21,8 @@ class Traffic(Checker):
 
     name = "traffic"
 
+    world: World
+
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._before: dict[int, tuple[int, int]] = {}

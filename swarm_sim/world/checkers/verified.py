@@ -22,6 +22,8 @@ class Verified(Checker):
 
     name = "verified"
 
+    world: World
+
     def __init__(self, world: World) -> None:
         super().__init__(world)
         world.watchers.adopted.append(self._adopted)

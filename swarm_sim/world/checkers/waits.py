@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from blocktrain.protocol import limits
 from blocktrain.swarm_sim.world.checkers.base import Checker
+from blocktrain.swarm_sim.world.checkers.scene import Scene
 from blocktrain.swarm_sim.world.talk import OUTCOME_TIMEOUT_S
-
-if TYPE_CHECKING:
-    from blocktrain.swarm_sim.world.world import World
 
 SLACK_S = 5.0
 JOINING_S = 120.0  # without a word from the DHT at all
@@ -20,21 +16,20 @@ class Waits(Checker):
 
     name = "waits"
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Scene) -> None:
         super().__init__(world)
         world.watchers.sampled.append(self._sampled)
 
     def _sampled(self, at_s: float) -> None:
         for node in self.world.alive():
-            now = node.read_clock()
-            if self.world.queue.now - node.up_since < 1.0:
+            if node.up_s < 1.0:
                 continue
-            phase, why, seconds, then = node.core.waiting(now)
+            phase, why, seconds, then = node.waiting()
             if not (phase and why and then):
                 self.object(f"node {node.number} waits without a word: {(phase, why, then)}")
-            current = node.core.current
-            if current is not None and now > current.deadline + OUTCOME_TIMEOUT_S + limits.OPEN_TIMEOUT_S + SLACK_S:
-                self.object(f"node {node.number} has waited {now - current.deadline:.0f} s beyond its exchange's deadline")
+            overdue_s = node.overdue_s
+            if overdue_s > OUTCOME_TIMEOUT_S + limits.OPEN_TIMEOUT_S + SLACK_S:
+                self.object(f"node {node.number} has waited {overdue_s:.0f} s beyond its exchange's deadline")
             if phase == "fetching" and seconds > limits.STATE_TIMEOUT_S + SLACK_S:
                 self.object(f"node {node.number} has been fetching for {seconds:.0f} s")
             if phase == "joining" and seconds > JOINING_S and node.in_dht:
