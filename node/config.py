@@ -118,6 +118,7 @@ class Files:
     store: Path | None = setting(None, "Folder of checkpoints; without it, the user's data folder / run / block-N.")
     identity: Path | None = setting(None, "File with our key; without it, one in the store.")
     checkpoint_every_s: Seconds = setting(60.0, "How often a checkpoint is written.")
+    events: Path | None = setting(None, "File that gets a line of JSON for each thing that happens: rounds, exchanges, downloads, phases.")
     min_free_mib: Annotated[int, Parameter(validator=Number(gte=0))] = setting(
         200, "Below this much free disk checkpoints stop (and status says so), so that a full disk hurts nobody."
     )

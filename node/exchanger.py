@@ -13,9 +13,10 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from blocktrain.node.ports import Replica, Snapshot, Stream, Terms, Transport
+from blocktrain.node.events import Note, silent
+from blocktrain.node.ports import Replica, Snapshot, Stream, Terms, Transport, Trial
 from blocktrain.node.transfer import Transfer
 from blocktrain.protocol import acceptance, limits
 from blocktrain.protocol.errors import Malformed, NetworkFault, PeerFault, Unfit
@@ -83,7 +84,7 @@ class _Swapped:
 
 
 class Exchanger:
-    """`report` takes facts (it must not block); `clock` is Unix seconds.
+    """`report` takes facts, `note` what machines may want to know (neither may block); `clock` is Unix seconds.
 
     Attributes:
         side: our side; may be replaced between exchanges.
@@ -91,7 +92,13 @@ class Exchanger:
     """
 
     def __init__(
-        self, side: Side, transport: Transport, replica: Replica, report: Callable[[Fact], None], clock: Callable[[], float]
+        self,
+        side: Side,
+        transport: Transport,
+        replica: Replica,
+        report: Callable[[Fact], None],
+        clock: Callable[[], float],
+        note: Note = silent,
     ) -> None:
         self.side = side
         self.timing = Timing()
@@ -99,11 +106,13 @@ class Exchanger:
         self._replica = replica
         self._report = report
         self._clock = clock
+        self._note = note
         self._known: OrderedDict[PeerId, Known] = OrderedDict()
         self._expected: dict[bytes, _Expected] = {}
 
     async def offer(self, order: SendOffer) -> None:
         """Offer an exchange and see it through. Reports Answered and Ended; reports nothing if cancelled (withdrawn)."""
+        self._note("exchange", exchange=order.exchange, peer=order.peer, ours=True, ends_at=order.deadline)
         exchange = Exchange(self.side.me, order.peer, order.exchange, ours=True, now=self._clock(), tau_s=order.deadline - self._clock())
         began = time.monotonic()
         async with contextlib.AsyncExitStack() as stack:
@@ -141,6 +150,7 @@ class Exchanger:
 
     async def take(self, order: Take, offer: Offer, stream: Stream) -> None:
         """Accept an offer that the core decided to take, and see it through. Reports Ended."""
+        self._note("exchange", exchange=order.exchange, peer=order.peer, ours=False, ends_at=order.deadline)
         exchange = Exchange(self.side.me, order.peer, order.exchange, ours=False, now=self._clock(), tau_s=order.deadline - self._clock())
         began = time.monotonic()
         terms = Terms(order.peer, offer.round, offer.weight, Digest(offer.digest), offer.codec)
@@ -276,16 +286,21 @@ class Exchanger:
         outcome: Outcome
         refusal: Result | None = None
         mine, transfer = swapped.mine, swapped.transfer
+        trial: Trial | None = None
         try:
             trial = await self._replica.consider(mine, transfer.theirs, swapped.terms, mine_first=exchange.mine_first)
             self._measured(exchange.peer, transfer, trial.verified_at)
             acceptance.judge(trial.measures, self.side.margin)
         except PeerFault as fault:
+            self._note_judged(exchange, trial, fault.why)
             refusal = exchange.refused(fault.why, offence=not isinstance(fault, Unfit))
             outcome = Outcome(False, NO_DIGEST, fault.why[: limits.MAX_TEXT_CHARS])
         else:
+            self._note_judged(exchange, trial, "")
             published = await self._replica.adopt(trial, mine, keep=swapped.keep)
             exchange.judged(trial.digest)  # not before: a download can make the merge void, and then nothing of it is used
+            details = {"round": published.round, "digest": published.digest, "peer": exchange.peer}
+            self._note("published", how="merged", exchange=exchange.id, **details)
             self._report(Published(published.round, published.digest))
             outcome = Outcome(True, trial.digest)
         try:
@@ -301,6 +316,11 @@ class Exchanger:
         if result.kind == "merged" and swapped.keep:
             self._know(exchange.peer).reference = outcome.merged
         return result
+
+    def _note_judged(self, exchange: Exchange, trial: Trial | None, why: str) -> None:
+        """What was measured of a merge. `trial` None: it did not come to that."""
+        measured = {} if trial is None else {**asdict(trial.measures), "merge": trial.digest}
+        self._note("judged", exchange=exchange.id, peer=exchange.peer, ok=not why, reason=why, **measured)
 
 
 async def _tell_and_hear(exchange: Exchange, swapped: _Swapped, outcome: Outcome) -> Message:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from blocktrain.node import identity as identities
 from blocktrain.node import logs
 from blocktrain.node.config import NodeConfig
+from blocktrain.node.events import Events
 from blocktrain.node.network import Net, open_network
 from blocktrain.node.placing import look
 from blocktrain.node.planning import AGENT, Plan, make_plan, settings_for
@@ -43,18 +44,25 @@ log = logging.getLogger("blocktrain.node")
 
 MOVE_REST_TTLS = 20.0  # lives of a record after a start or a move before the next one; ten minutes as things are by default
 T = TypeVar("T")
+Outfit = Callable[[Parts], Parts]
 __all__ = ["AGENT", "look", "run_node"]
 
 
-async def run_node(config: NodeConfig, runtime: Runtime) -> int:
+def as_it_is(parts: Parts) -> Parts:
+    return parts
+
+
+async def run_node(config: NodeConfig, runtime: Runtime, outfit: Outfit = as_it_is) -> int:
     """Run one node until it is told to stop, its rounds are done, or something ends it. Returns the exit code.
 
+    Args:
+        outfit: may replace parts of the node before it is put together; simulations do.
     Raises: BlocktrainError: whatever a person can mend, in one line.
     """
     logs.setup(config.log_level)
     threading.Thread(target=_warm_up, name="warm-up", daemon=True).start()
     with Talk(config, runtime) as talk:
-        work = asyncio.create_task(_node(config, runtime, talk), name="node")
+        work = asyncio.create_task(_node(config, runtime, talk, outfit), name="node")
         beside = [asyncio.create_task(talk.repeat(), name="talk"), asyncio.create_task(runtime.stop.wait(), name="stop")]
         try:
             await asyncio.wait({work, beside[1]}, return_when=asyncio.FIRST_COMPLETED)
@@ -72,11 +80,11 @@ async def run_node(config: NodeConfig, runtime: Runtime) -> int:
             await asyncio.gather(work, *beside, return_exceptions=True)
 
 
-async def _node(config: NodeConfig, runtime: Runtime, talk: Talk) -> int:
+async def _node(config: NodeConfig, runtime: Runtime, talk: Talk, outfit: Outfit) -> int:
     plan: Plan | None = await make_plan(config, runtime)
     while plan is not None:
         talk.know(plan.manifest, plan.block)
-        async with _open(settings_for(plan, config), plan, runtime) as (node, static):
+        async with _open(settings_for(plan, config), plan, runtime, outfit) as (node, static):
             talk.show(partial(_status, node, static, runtime))
             plan = await _live(node, static, runtime, talk)
         talk.alive = False
@@ -88,7 +96,7 @@ def _status(node: Node, static: Static, runtime: Runtime) -> Status:
 
 
 @contextlib.asynccontextmanager
-async def _open(config: NodeConfig, plan: Plan, runtime: Runtime) -> AsyncIterator[tuple[Node, Static]]:
+async def _open(config: NodeConfig, plan: Plan, runtime: Runtime, outfit: Outfit) -> AsyncIterator[tuple[Node, Static]]:
     """The node and all that it stands on, closed in reverse."""
     manifest, block = plan.manifest, plan.block
     async with contextlib.AsyncExitStack() as stack:
@@ -97,6 +105,7 @@ async def _open(config: NodeConfig, plan: Plan, runtime: Runtime) -> AsyncIterat
         )
         logs.keep_debug_file(store.folder)
         stack.callback(logs.forget_debug_file)
+        events = stack.enter_context(Events(config.files.events, runtime.clock))
         store.save_manifest(manifest.to_bytes())
         who = stack.enter_context(identities.load_or_create(config.files.identity or store.folder / "identity.key", plan.claimed_by))
         # The network and the block do not need each other: torch is imported and weights are read while the daemon starts.
@@ -136,8 +145,8 @@ async def _open(config: NodeConfig, plan: Plan, runtime: Runtime) -> AsyncIterat
             return build(node, static, runtime.clock()).to_json()
 
         witness = Witness(net.libp2p.seen_at, time.monotonic)
-        parts = Parts(net.transport, net.directory, prepared.replica, server, witness.answer)
-        node = Node(config, manifest, block, parts, clock=runtime.clock, rng=runtime.rng, status_json=status_json)
+        parts = Parts(net.transport, net.directory, prepared.replica, server, witness.answer, events)
+        node = Node(config, manifest, block, outfit(parts), clock=runtime.clock, rng=runtime.rng, status_json=status_json)
         yield node, static
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from blocktrain.node import logs
 from blocktrain.node.catchup import Donor, Download, NotNow, fetch
 from blocktrain.node.config import NodeConfig
+from blocktrain.node.events import Events
 from blocktrain.node.exchanger import Exchanger, Side
 from blocktrain.node.holder import Holder
 from blocktrain.node.join import DialBack, Info
@@ -48,6 +49,7 @@ class Parts:
     replica: Replica
     server: Server
     dial_back: DialBack | None = None  # how to find out whether a peer can be reached; None: not here
+    events: Events | None = None  # who keeps what happens, for machines
 
 
 class Node:
@@ -70,6 +72,7 @@ class Node:
         self.parts = parts
         self.clock = clock
         self.me = parts.directory.peer
+        self._events = parts.events or Events(None, clock)
         settings = Settings(
             ttl_s=config.network.ttl_s,
             refresh_s=config.network.refresh_s,
@@ -80,7 +83,7 @@ class Node:
         )
         self.core = Core(self.me, manifest, block, settings, rng)
         side = Side(self.me, manifest, block, config.gossip.codec, config.gossip.heldout_margin)
-        self.exchanger = Exchanger(side, parts.transport, parts.replica, self.tell, clock)
+        self.exchanger = Exchanger(side, parts.transport, parts.replica, self.tell, clock, self._events.note)
         self.holder = Holder(manifest, block, parts.server, parts.transport)
         self._donor = Donor(manifest, block, parts.replica)
         self._info = Info(manifest, status_json, parts.dial_back)
@@ -158,7 +161,9 @@ class Node:
         self._log(fact)
         if isinstance(fact, f.Published):
             self._published(fact)
-        for decision in self.core.handle(fact, self.clock()):
+        decisions = self.core.handle(fact, self.clock())
+        self._events.fact(fact, self.core.phase)
+        for decision in decisions:
             self._carry_out(decision)
         self._poke.set()
 
@@ -249,6 +254,7 @@ class Node:
 
     async def _publish_own(self) -> None:
         published = await self.parts.replica.publish_own()
+        self._events.note("published", how="own", round=published.round, digest=published.digest)
         self.tell(f.Published(published.round, published.digest))
 
     def _published(self, fact: f.Published) -> None:
@@ -263,9 +269,11 @@ class Node:
 
         async def apply(download: Download) -> Published:
             try:
-                return await replica.load(download.payload, download.round, download.digest)
+                loaded = await replica.load(download.payload, download.round, download.digest)
             except PeerFault as fault:
                 raise fault.by(download.donor) from None
+            self._events.note("published", how="fetched", round=loaded.round, digest=loaded.digest, peer=download.donor)
+            return loaded
 
         want = Want(self.manifest.run, self.block, "block", NO_DIGEST)
         published, failed = await fetch(

@@ -43,6 +43,9 @@ def check_node(config: NodeConfig) -> None:
     _check_device(training.device)
     if config.files.identity is not None and config.files.identity.is_dir():
         raise UsageError(f"--identity {config.files.identity} is a folder; give the file that holds (or shall hold) the key")
+    events = config.files.events
+    if events is not None and (events.is_dir() or not events.expanduser().absolute().parent.is_dir()):
+        raise UsageError(f"--events {events}: give a file in a folder that exists")
     if config.files.store is not None and config.files.store.exists() and not config.files.store.is_dir():
         raise UsageError(f"--store {config.files.store} is a file; give a folder")
 
