@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from blocktrain.swarm_sim.world.report import Bar, Page, Plot
+from blocktrain.swarm_sim.page import Bar, Page, Plot
 
 if TYPE_CHECKING:
     from blocktrain.swarm_sim.world.recorder import Recorder

@@ -1,7 +1,7 @@
 """One report for every kind of swarm: JSON for machines, and a self-contained HTML page with plots for people.
 
-A report is built from plain series, so the world and the local swarm of processes can both fill it. The plots are SVG inside the page:
-nothing is fetched, and the file can be mailed.
+A report is built from plain series, so that the virtual world (world/page.py) and the swarm of processes (chaos_page.py) both fill it. The
+plots are SVG inside the page: nothing is fetched, and the file can be mailed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,22 @@ class Plot:
 
 @dataclass(frozen=True)
 class Bar:
-    """One life of one node, for the Gantt chart."""
+    """A stretch of one node's life, for the Gantt chart. `what` names its kind: each kind has a colour, and stands in the legend."""
 
     row: str
     begin_s: float
     end_s: float
     colour: int = 0
+    what: str = ""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that befell a node at one moment, on the Gantt chart."""
+
+    row: str
+    at_s: float
+    what: str
 
 
 @dataclass
@@ -46,6 +56,7 @@ class Page:
     facts: dict[str, object] = field(default_factory=dict)
     plots: list[Plot] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
     lists: dict[str, list[str]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, object]:
@@ -57,22 +68,26 @@ class Page:
                 f"{plot.title} [{plot.unit}]": {name: [[round(t, 3), _finite(v)] for t, v in line] for name, line in plot.lines.items()}
                 for plot in self.plots
             },
-            "lives": [[bar.row, round(bar.begin_s, 3), round(bar.end_s, 3)] for bar in self.bars],
+            "lives": [[bar.row, round(bar.begin_s, 3), round(bar.end_s, 3), *([bar.what] if bar.what else [])] for bar in self.bars],
+            **({"marks": [[mark.row, round(mark.at_s, 3), mark.what] for mark in self.marks]} if self.marks else {}),
             **self.lists,
         }
 
     def write(self, folder: Path, name: str = "report") -> Path:
         """Write `name`.html and `name`.json into a folder. Returns the page's path. Raises: OSError."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.json").write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
-        page = folder / f"{name}.html"
+        return self.write_files(folder / f"{name}.html")
+
+    def write_files(self, page: Path) -> Path:
+        """Write the page, and its JSON beside it. Raises: OSError."""
+        page.with_suffix(".json").write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
         page.write_text(self.as_html(), encoding="utf-8")
         return page
 
     def as_html(self) -> str:
         rows = "".join(f"<tr><th>{html.escape(str(k))}</th><td>{html.escape(_shown(v))}</td></tr>" for k, v in self.facts.items())
         plots = "".join(f"<figure>{_svg(plot)}</figure>" for plot in self.plots if any(plot.lines.values()))
-        gantt = f"<figure>{_gantt(self.bars)}</figure>" if self.bars else ""
+        gantt = f"<figure>{_gantt(self.bars, self.marks)}</figure>" if self.bars else ""
         lists = "".join(
             f"<h2>{html.escape(head)}</h2><pre>{html.escape(chr(10).join(lines))}</pre>" for head, lines in self.lists.items() if lines
         )
@@ -80,6 +95,7 @@ class Page:
         return _PAGE.format(title=html.escape(self.title), verdict=verdict, rows=rows, plots=plots + gantt, lists=lists)
 
 
+_MARKERS = "xov^s"
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }}
@@ -105,16 +121,24 @@ def _svg(plot: Plot) -> str:
     return _drawn(figure)
 
 
-def _gantt(bars: Sequence[Bar]) -> str:
+def _gantt(bars: Sequence[Bar], marks: Sequence[Mark]) -> str:
     from matplotlib.figure import Figure
 
-    rows = list(dict.fromkeys(bar.row for bar in bars))
-    figure = Figure(figsize=(9, 1 + min(9.0, 0.16 * len(rows))), layout="constrained")
+    rows = {row: at for at, row in enumerate(dict.fromkeys(bar.row for bar in bars))}
+    figure = Figure(figsize=(9, 1.2 + min(9.0, 0.16 * len(rows))), layout="constrained")
     axes = figure.add_subplot(xlabel="seconds", title="who was up")
+    named: set[str] = set()
     for bar in bars:
-        axes.barh(rows.index(bar.row), bar.end_s - bar.begin_s, left=bar.begin_s, height=0.7, color=f"C{bar.colour % 10}")
+        label = bar.what if bar.what not in named else ""
+        named.add(bar.what)
+        axes.barh(rows[bar.row], bar.end_s - bar.begin_s, left=bar.begin_s, height=0.7, color=f"C{bar.colour % 10}", label=label or None)
+    for number, what in enumerate(dict.fromkeys(mark.what for mark in marks)):
+        at = [(mark.at_s, rows[mark.row]) for mark in marks if mark.what == what and mark.row in rows]
+        axes.plot([x for x, _ in at], [y for _, y in at], _MARKERS[number % len(_MARKERS)], color="black", markersize=4, label=what)
     if len(rows) <= 40:
-        axes.set_yticks(range(len(rows)), rows, fontsize="x-small")
+        axes.set_yticks(range(len(rows)), list(rows), fontsize="x-small")
+    if len(named) > 1 or marks:
+        axes.legend(fontsize="x-small", ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     axes.invert_yaxis()
     return _drawn(figure)
 
