@@ -137,13 +137,17 @@ class Exchanger:
         await stream.send(offer, timeout_s=limits.OPEN_TIMEOUT_S)
         answer, _ = await stream.receive(timeout_s=limits.OPEN_TIMEOUT_S)
         self._know(order.peer).rtt_s = stream.rtt_s
-        result = self._answer(exchange, answer, offer)
-        if result is not None:
-            return result
-        assert isinstance(answer, Accept)
+        try:
+            result = self._answer(exchange, answer, offer)
+            if result is not None:
+                return result
+            assert isinstance(answer, Accept)
+            transfer = Transfer(mine.payload, answer.size, offer.streams)
+        except PeerFault as fault:
+            await _object(stream, fault)
+            raise
         self._report(Answered(order.exchange))
         terms = Terms(order.peer, answer.round, answer.weight, Digest(answer.digest), answer.codec)
-        transfer = Transfer(mine.payload, answer.size, offer.streams)
         await stack.enter_async_context(self._lanes(order.peer, offer, transfer))
         await transfer.run(stream)
         return _Swapped(stream, mine, transfer, terms, offer.keep)
@@ -172,6 +176,8 @@ class Exchanger:
             result = exchange.silent(str(fault))
         except PeerFault as fault:
             result = exchange.refused(fault.why, offence=True)
+            if transfer is None:
+                await _object(stream, fault)
         except BaseException as error:
             # Cut off, or our own failure. The core must never wait for an exchange that nobody carries out.
             why = "cut off" if isinstance(error, asyncio.CancelledError) else "our side failed"
@@ -333,6 +339,12 @@ async def _tell_and_hear(exchange: Exchange, swapped: _Swapped, outcome: Outcome
     if not exchange.ours:
         await swapped.stream.send(outcome, timeout_s=OUTCOME_TIMEOUT_S)
     return heard
+
+
+async def _object(stream: Stream, fault: PeerFault) -> None:
+    """Say what is wrong with their terms before we hang up: the other side may be honest, and of another version."""
+    with contextlib.suppress(NetworkFault):
+        await stream.send(End("malformed", fault.why[: limits.MAX_TEXT_CHARS]), timeout_s=CLOSE_TIMEOUT_S)
 
 
 async def _close(stream: Stream) -> None:

@@ -188,6 +188,9 @@ async def accept_in_another_codec(stream: Stream, me: Party, offer: Offer) -> No
 
 async def accept_with_a_huge_size(stream: Stream, me: Party, offer: Offer) -> None:
     await stream.send((await me.accept(offer, size=limits.MAX_STATE_BYTES))[0], timeout_s=1)
+    message, _ = await stream.receive(timeout_s=5)
+    assert isinstance(message, End)
+    assert message.reason == "malformed"
 
 
 async def transfer_nothing(stream: Stream, me: Party, offer: Offer) -> None:
@@ -425,6 +428,13 @@ async def nothing_more(stream: Stream, mine: Snapshot) -> None:
     return None
 
 
+async def hear_what_is_wrong(stream: Stream, mine: Snapshot) -> None:
+    message, _ = await stream.receive(timeout_s=5)
+    assert isinstance(message, End)
+    assert message.reason == "malformed"
+    assert f"ours has {len(mine.payload)}" in message.detail
+
+
 async def vanish(stream: Stream, mine: Snapshot) -> None:
     await stream.close()
 
@@ -455,8 +465,8 @@ async def offer_again(stream: Stream, mine: Snapshot) -> None:
         (too_much, PATIENT_S, {}, "refused", True),
         (other_bytes, PATIENT_S, {}, "refused", True),
         (offer_again, PATIENT_S, {}, "lost", False),
-        (nothing_more, PATIENT_S, {"size": 4}, "refused", True),
-        (nothing_more, PATIENT_S, {"size": limits.MAX_STATE_BYTES}, "refused", True),
+        (hear_what_is_wrong, PATIENT_S, {"size": 4}, "refused", True),
+        (hear_what_is_wrong, PATIENT_S, {"size": limits.MAX_STATE_BYTES}, "refused", True),
     ],
     ids=["silent", "vanishes", "half", "too much", "wrong digest", "something else", "tiny", "huge"],
 )
