@@ -1,9 +1,10 @@
-"""A network between processes of one machine: a TCP proxy in user space, with delay, rate and resets that change at run time.
+"""A network between processes of one machine: a TCP proxy in user space, with delay, rate, loss and resets that change at run time.
 
 A node listens on one port and announces another, the proxy's (`--host-maddrs`, `--announce-maddrs`), so that whoever dials it goes through
 the proxy: the connection's bytes, both ways, arrive `delay_s` later and no faster than `rate_bytes_per_s`. It needs no privileges. The
 proxy is a process of its own, so that its work does not queue behind that of whoever measures; `Emulator` starts and steers it.
-Delays are good to about a millisecond, a timer's step; connecting itself is not delayed.
+Delays are good to about a millisecond, a timer's step; connecting itself is not delayed. TCP under us loses nothing, so a lost packet is
+what its receiver sees of one: a wait for the second try, also of all that is behind it. The sender's window does not shrink for it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import subprocess
 import sys
 from collections import deque
@@ -22,6 +24,8 @@ from typing import Any, Final, Self
 from blocktrain.protocol.errors import BlocktrainError
 
 PIECE_BYTES: Final = 64 * 1024
+PACKET_BYTES: Final = 1448  # of data in a packet of a common network
+AGAIN_S: Final = 0.2  # beyond a round trip, until a lost packet is sent again: Linux' shortest wait
 MOST_UNDER_WAY: Final = 64 * 1024 * 1024  # of one direction; more waits at the sender, as in a full network
 
 
@@ -33,6 +37,8 @@ class Link:
     delay_s: float = 0.0  # one way
     rate_bytes_per_s: float = 0.0  # each way, for each connection; 0: any
     up: bool = True  # False: bytes wait, nobody is told
+    jitter_s: float = 0.0  # up to so much more delay, drawn for each piece
+    loss: float = 0.0  # share of packets
     connections: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -44,6 +50,7 @@ class Direction:
         self._waiting: deque[tuple[float, bytes]] = deque()
         self._bytes = 0
         self._free_at = 0.0  # when the wire has sent what was put on it
+        self._rng = random.Random()
         self._changed = asyncio.Event()
 
     async def read(self) -> None:
@@ -55,11 +62,19 @@ class Direction:
             data = await self._reader.read(PIECE_BYTES)
             now, rate = loop.time(), self._link.rate_bytes_per_s
             self._free_at = max(now, self._free_at) + (len(data) / rate if rate else 0.0)
-            self._waiting.append((self._free_at + self._link.delay_s, data))
+            self._waiting.append((self._free_at + self._link.delay_s + self._trouble_s(len(data)), data))
             self._bytes += len(data)
             self._changed.set()
             if not data:
                 return
+
+    def _trouble_s(self, size: int) -> float:
+        """How much later than the delay this piece arrives."""
+        link = self._link
+        if not (link.jitter_s or link.loss):
+            return 0.0
+        lost = self._rng.random() > (1.0 - link.loss) ** -(-size // PACKET_BYTES)
+        return self._rng.uniform(0.0, link.jitter_s) + (2 * link.delay_s + AGAIN_S if lost else 0.0)
 
     async def write(self) -> None:
         loop = asyncio.get_running_loop()
@@ -162,9 +177,19 @@ class Emulator:
         """A port in front of each of these."""
         return [int(port) for port in self._ask({"do": "open", "targets": list(targets)})]
 
-    def set(self, ports: Sequence[int], *, delay_s: float = 0.0, rate_bytes_per_s: float = 0.0, up: bool = True) -> None:
+    def set(
+        self,
+        ports: Sequence[int],
+        *,
+        delay_s: float = 0.0,
+        rate_bytes_per_s: float = 0.0,
+        up: bool = True,
+        jitter_s: float = 0.0,
+        loss: float = 0.0,
+    ) -> None:
         """From now on, for all connections of these ports."""
-        self._ask({"do": "set", "ports": list(ports), "delay_s": delay_s, "rate_bytes_per_s": rate_bytes_per_s, "up": up})
+        quality = {"delay_s": delay_s, "rate_bytes_per_s": rate_bytes_per_s, "up": up, "jitter_s": jitter_s, "loss": loss}
+        self._ask({"do": "set", "ports": list(ports), "quality": quality})
 
     def reset(self, ports: Sequence[int]) -> None:
         """Cut off all connections of these ports."""
@@ -194,8 +219,8 @@ async def _serve() -> None:
             if order["do"] == "reset":
                 proxy.reset(port)
             else:
-                link = proxy.links[port]
-                link.delay_s, link.rate_bytes_per_s, link.up = order["delay_s"], order["rate_bytes_per_s"], order["up"]
+                for name, value in order["quality"].items():
+                    setattr(proxy.links[port], name, value)
         print(json.dumps(answer), flush=True)
     await proxy.close()
 
