@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import Final
 
-PROGRAMS: Final = ("blocktrain", "blocktrain-node", "bare-loop")
+PROGRAMS: Final = ("blocktrain", "blocktrain-node", "bare-loop", "liar-node")
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -47,6 +47,10 @@ def main() -> None:
         from blocktrain.swarm_sim.bare_loop import main as bare_main
 
         runtime.leave(bare_main())
+    elif program == "liar-node":
+        from blocktrain.swarm_sim.liar import main as liar_main
+
+        runtime.leave(liar_main())
     else:
         sys.exit(f"no such program: {program}; there are {', '.join(PROGRAMS)}")
 

@@ -55,6 +55,7 @@ class Programs:
     node: tuple[str, ...]
     client: tuple[str, ...]
     bare: tuple[str, ...] = ()
+    liar: tuple[str, ...] = ()
 
 
 def installed(niceness: int = 5) -> Programs:
@@ -64,7 +65,9 @@ def installed(niceness: int = 5) -> Programs:
         # -P: a file named like one of our imports in the user's folder must not be taken for it.
         return (sys.executable, "-P", "-m", "blocktrain.swarm_sim.leash", str(nice), program)
 
-    return Programs(leashed(niceness, "blocktrain-node"), leashed(0, "blocktrain"), leashed(niceness, "bare-loop"))
+    return Programs(
+        leashed(niceness, "blocktrain-node"), leashed(0, "blocktrain"), leashed(niceness, "bare-loop"), leashed(niceness, "liar-node")
+    )
 
 
 @dataclass(frozen=True)

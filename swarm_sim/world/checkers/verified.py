@@ -1,4 +1,4 @@
-"""Checker: nothing is applied that was not verified. It looks at the bytes themselves, with arithmetic of its own."""
+"""Nothing is applied that was not verified, in the world: the evidence is the bytes themselves, with arithmetic of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from blocktrain.protocol.ids import Digest
-from blocktrain.swarm_sim.world.checkers.base import Checker
+from blocktrain.swarm_sim.world.checkers.used import Evidence, Used
 from blocktrain.swarm_sim.world.compute import Mixed, Toy, digest_of, unpack
 
 if TYPE_CHECKING:
@@ -17,12 +17,8 @@ if TYPE_CHECKING:
 FARTHEST = 1e4  # a state of the toy that is a thousand times its size was made up
 
 
-class Verified(Checker):
-    """Every merge used and every state loaded has its digest, is made of numbers, and is of a plausible size."""
-
-    name = "verified"
-
-    world: World
+class Verified(Used):
+    """Looks at what every merge and every download brought."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -36,14 +32,6 @@ class Verified(Checker):
         self._look(node, donor, payload, digest)
 
     def _look(self, node: Node, peer: Node, payload: bytes, digest: Digest) -> None:
-        wrong = ""
-        if not isinstance(node.compute, Toy):
-            return
-        if digest_of(payload) != digest:
-            wrong = "without its digest"
-        elif not math.isfinite(size := math.hypot(*unpack(payload))):
-            wrong = "that is no number"
-        elif size > FARTHEST:
-            wrong = f"of norm {size:.3g}"
-        if wrong:
-            self.object(f"node {node.number} used a state {wrong} from node {peer.number}")
+        if isinstance(node.compute, Toy):
+            right = digest_of(payload) == digest
+            self.look(node, f"node {peer.number}", Evidence(right, math.hypot(*unpack(payload)) if right else 0.0, FARTHEST))
