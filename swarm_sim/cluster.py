@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +16,8 @@ from typing import Any, Final
 from blocktrain.swarm_sim.processes import Child, Children, Failure, Programs, Status
 
 HOST: Final = "/ip4/127.0.0.1/tcp/0"
+EVENTS: Final = ".events.jsonl"  # of a node's log for machines, beside its other logs
+ENTRANCES: Final = 3  # addresses that a node or a client is given, once the host may have ended
 
 
 @dataclass(frozen=True)
@@ -26,16 +28,20 @@ class Run:
     data: tuple[str, ...]
     paused: bool = True  # start without training, until `resume`
     flags: tuple[str, ...] = ()  # more of `blocktrain-node`'s
+    listen: Callable[[str], list[str]] = lambda name: ["--host-maddrs", HOST]  # a node's name → the options by which others reach it
 
 
 @dataclass
 class Member:
-    """One node: who it is here, and its last words."""
+    """One life of a node: who it is here, and its last words. A node that is started again with its identity is one more member."""
 
     child: Child
     block: int
     host: bool = False
     killed: bool = False
+    name: str = ""  # as it calls itself, in all its lives
+    life: int = 1
+    lie: str = ""  # of a node that lies: how
 
     @property
     def label(self) -> str:
@@ -66,6 +72,7 @@ class Cluster:
     programs: Programs
     run: Run
     members: list[Member] = field(default_factory=list)
+    on_start: Callable[[Member, Path], None] = lambda member, events: None  # told of every process, and where its events go
 
     @property
     def host(self) -> Member:
@@ -79,12 +86,25 @@ class Cluster:
     def blocks(self) -> int:
         return 1 + max(member.block for member in self.members)
 
+    @property
+    def lives(self) -> dict[str, Member]:
+        """Each node's last life so far."""
+        return {member.name: member for member in self.members}
+
     def address(self) -> str:
-        """The host's first address. Raises: Failure: it has said none."""
-        addresses = self.host.status.get("addresses")
-        if not isinstance(addresses, list) or not addresses:
+        """An address to ask first: the host's, as long as it lives. Raises: Failure: nobody has said one."""
+        return self.addresses()[0]
+
+    def addresses(self, besides: str = "") -> list[str]:
+        """Addresses of living nodes, at most ENTRANCES of them, the oldest process first. `besides`: the name of one that is not asked."""
+        found = []
+        for member in self.living:
+            theirs = member.status.get("addresses")
+            if member.name != besides and not member.lie and isinstance(theirs, list) and theirs:
+                found.append(str(theirs[0]))
+        if not found:
             raise Failure(f"{self.host.label} did not say an address to join it by")
-        return str(addresses[0])
+        return found[:ENTRANCES]
 
     def start_host(self) -> Member:
         """Start the node that hosts the run, and wait until it listens."""
@@ -94,11 +114,18 @@ class Cluster:
         )
         return self.host
 
-    def join(self, block: int, paused: bool | None = None) -> Member:
+    def join(self, block: int, paused: bool | None = None, lie: str = "") -> Member:
         """Start one more node of a block. It is given the host's address and the block's number; the swarm tells it the rest."""
-        copies = sum(member.block == block for member in self.members)
+        copies = len({member.name for member in self.members if member.block == block})
         label = f"node-{block}{_letters(copies)}"
-        return self._start(label, block, ["--block", str(block), "--initial-peers", self.address()], paused=paused)
+        entrances = [self.address()] if self.run.paused and paused is None else self.addresses()
+        return self._start(label, block, ["--block", str(block), "--initial-peers", *entrances], paused=paused, lie=lie)
+
+    def restart(self, member: Member) -> Member:
+        """Start a node that has ended again: its store, its identity, its name. It asks others than those that it began with."""
+        label = f"node-{member.name}"
+        arguments = ["--block", str(member.block), "--wait", "--initial-peers", *self.addresses(besides=member.name)]
+        return self._start(label, member.block, arguments, paused=False, life=member.life + 1)
 
     def wait_met(self) -> float:
         """Wait until every living node sees every other, and all blocks held. Returns the seconds it took."""
@@ -123,7 +150,8 @@ class Cluster:
 
     def start_client(self, label: str, arguments: Sequence[str]) -> Child:
         """Start `blocktrain` with these arguments and the host's address."""
-        return self.children.start(label, [*self.programs.client, *arguments, "--initial-peers", self.address(), "--json"], ends=True)
+        entrances = self.addresses() if any(member.killed for member in self.members) else [self.address()]
+        return self.children.start(label, [*self.programs.client, *arguments, "--initial-peers", *entrances, "--json"], ends=True)
 
     def ask(self, label: str, arguments: Sequence[str]) -> dict[str, Any]:
         """Run a client command to its end, and return the JSON object that it printed."""
@@ -145,16 +173,31 @@ class Cluster:
             raise Failure(f"{client.label} did not print one JSON object")
         return answer
 
-    def _start(self, label: str, block: int, arguments: Sequence[str], host: bool = False, paused: bool | None = None) -> Member:
-        store = self.children.folder / "nodes" / label
-        command = [*self.programs.node, *arguments, *self.run.flags]
+    def _start(
+        self,
+        label: str,
+        block: int,
+        arguments: Sequence[str],
+        host: bool = False,
+        paused: bool | None = None,
+        life: int = 1,
+        lie: str = "",
+    ) -> Member:
+        """Start a process of the node `label`; its logs have its life in their names, from the second on."""
+        store, name = self.children.folder / "nodes" / label, label.removeprefix("node-")
+        label = label if life == 1 else f"{label}.{life}"
+        events = self.children.logs / f"{label}{EVENTS}"
+        command = [*self.programs.liar, lie] if lie else [*self.programs.node]
+        command += [*arguments, *self.run.flags]
         if host:
             command += ["--block", str(block)]
-        command += ["--data", *self.run.data, "--host-maddrs", HOST, "--store", str(store), "--name", label.removeprefix("node-"), "--json"]
+        command += ["--data", *self.run.data, *self.run.listen(name), "--store", str(store), "--name", name, "--json"]
+        command += ["--events", str(events)]
         if self.run.paused if paused is None else paused:
             command.append("--paused")
-        member = Member(self.children.start(label, command), block, host)
+        member = Member(self.children.start(label, command), block, host, name=name, life=life, lie=lie)
         self.members.append(member)
+        self.on_start(member, events)
         return member
 
     def _strangers(self) -> list[str]:
