@@ -1,7 +1,7 @@
 """The manifest: what makes two states comparable, and nothing else. Its digest is the run id.
 
-Model shape, number of blocks, objective and σ partition, tokenizer, seed, the optimiser and the learning-rate schedule by round. What a
-node chooses for itself (codec, topology, deadline, device, data) is not here: nodes that differ in those can still average.
+Model shape, number of blocks, objective and σ partition, tokenizer, seed, the optimiser and the outer step, and the learning-rate schedule
+by round. What a node chooses for itself (codec, topology, deadline, device, data) is not here: nodes that differ in it can still average.
 A manifest travels as canonical msgpack; a joiner fetches it from any announcer and checks the digest.
 """
 
@@ -22,6 +22,8 @@ from blocktrain.protocol.schema import Bool, Choice, Float, Int, Table, Text
 
 FORMAT: Final = 1
 OBJECTIVES: Final = ("evidence", "diffusionblocks", "autoregressive")
+OUTER_STEPS: Final = ("mean", "noloco", "nesterov")
+OPTIONAL: Final = "averaging"  # the one table that may be left out, and is where it says nothing new: older runs keep their digest
 SIGMA_DEVIATIONS: Final = 2.0  # `diffusionblocks`: ln σ is normal, cut at so many deviations, which are sigma_low and sigma_high
 _TOKENIZER_FILE: Final = re.compile("sha256:[0-9a-f]{64}")
 
@@ -81,6 +83,16 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
+class Averaging:
+    """What a merge does to the live replica beyond the mean that both sides publish (node/compute/outer.py).
+
+    lo-fi (arXiv 2210.11948), averaging at the end alone, needs no setting: `schedule.steps_per_round` is all steps, `planned_rounds` 1.
+    """
+
+    outer: str = schema.field(Choice(OUTER_STEPS), "mean")
+
+
+@dataclass(frozen=True)
 class Manifest:
     """One run. Build it with `from_table`, read it from a peer with `from_bytes`."""
 
@@ -94,9 +106,13 @@ class Manifest:
     noise: Noise = schema.field(Table(Noise))
     schedule: Schedule = schema.field(Table(Schedule))
     optimizer: Optimizer = schema.field(Table(Optimizer))
+    averaging: Averaging = schema.field(Table(Averaging), Averaging())
 
     def to_bytes(self) -> bytes:
-        return wire.pack(schema.encode(self))
+        table = schema.encode(self)
+        if self.averaging == Averaging():
+            del table[OPTIONAL]
+        return wire.pack(table)
 
     @property
     def run(self) -> RunId:
@@ -122,11 +138,11 @@ class Manifest:
 
 
 def from_table(table: Mapping[str, object]) -> Manifest:
-    """A manifest from a parsed run.toml: every key of the format present, none unknown.
+    """A manifest from a parsed run.toml: every key of the format present (but for the table `OPTIONAL`), none unknown.
 
     Raises: Malformed: the field and what is allowed.
     """
-    manifest = schema.decode(Manifest, table, strict=True)
+    manifest = schema.decode(Manifest, {OPTIONAL: Averaging(), **table}, strict=True)
     _check(manifest)
     return manifest
 

@@ -65,6 +65,7 @@ OTHERS: dict[str, object] = {
     "schedule.floor": 0.2,
     "optimizer.batch": 16, "optimizer.accumulate": 2, "optimizer.beta1": 0.8, "optimizer.beta2": 0.99, "optimizer.weight_decay": 0.0,
     "optimizer.clip": 2.0, "optimizer.warmup_steps": 0, "optimizer.recompute": True,
+    "averaging": {"outer": "noloco"},
 }  # fmt: skip
 
 
@@ -103,6 +104,18 @@ def test_the_digest_of_a_known_manifest_never_changes() -> None:
     assert run_name(manifest.from_table(table()).run) == FROZEN_RUN[:12]
 
 
+def test_a_plain_mean_is_the_same_run_whether_it_is_said_or_not() -> None:
+    said = manifest.from_table({**table(), "averaging": {"outer": "mean"}})
+    assert said.run.hex() == FROZEN_RUN
+    assert manifest.from_bytes(said.to_bytes()) == said
+    with pytest.raises(Malformed, match="not in canonical form"):
+        manifest.from_bytes(wire.pack({**table(), "averaging": {"outer": "mean"}}))
+    other = manifest.from_table({**table(), "averaging": {"outer": "nesterov"}})
+    assert manifest.from_bytes(other.to_bytes()).averaging.outer == "nesterov"
+    with pytest.raises(Malformed, match=r"^averaging.outer is median; it must be one of mean, noloco, nesterov$"):
+        manifest.from_table({**table(), "averaging": {"outer": "median"}})
+
+
 def test_the_order_of_keys_and_whole_numbers_for_fractions_do_not_matter() -> None:
     shuffled = {key: dict(reversed(value.items())) if isinstance(value, dict) else value for key, value in reversed(table().items())}
     shuffled["noise"]["sigma_high"] = 4
@@ -125,7 +138,7 @@ def test_every_field_has_a_part_in_the_digest() -> None:
     digests |= {manifest.from_table(each).run.hex() for each in (tokens, wider)}
     assert len(digests) == len(OTHERS) + 3
     leaves = {name for name in names() if name not in ("model", "noise", "schedule", "optimizer")}
-    assert leaves == set(OTHERS) | {"format", "tokenizer", "model.vocabulary"}, "a new field needs another value here"
+    assert leaves | {"averaging"} == set(OTHERS) | {"format", "tokenizer", "model.vocabulary"}, "a new field needs another value here"
 
 
 @pytest.mark.parametrize("name", list(names()))

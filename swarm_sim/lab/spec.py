@@ -7,9 +7,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from blocktrain.protocol.manifest import Manifest
+from blocktrain.protocol.manifest import Averaging, Manifest
 
-VERSION: Final = 1  # raise it when the same spec trains to something else: kept results are then not used
+VERSION: Final = 2  # raise it when the same spec trains to something else: kept results are then not used
 GENSIM: Final = ("gensim",)
 
 
@@ -74,6 +74,8 @@ class Spec:
         table = asdict(self)
         del table["label"]
         del table["manifest"]["optimizer"]["recompute"]  # the result is the same
+        if self.manifest.averaging == Averaging():  # as it was before there was another
+            del table["manifest"]["averaging"]
         for member in table["members"]:
             if not member["data"]:
                 del member["data"]
