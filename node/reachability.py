@@ -1,16 +1,16 @@
 """Whether others can call us: some peers are asked to dial the addresses that we announce, and the status says what came of it.
 
-libp2p would answer over the connection that is open already, so who is asked makes a plain TCP connection and waits for libp2p's greeting.
-That must not become a tool against others: a peer dials only addresses whose host is the very one that it sees the asker come from
-(AutoNAT's rule), at most `MOST_DIALS` of them with a short deadline, once per asker in `REST_S`, few at a time. Behind NAT an asker
-without a forwarded port is told so; one that has a relay's address is reached by that.
+libp2p would answer over the connection that is open already, so who is asked makes a new one, and lets the other side prove that it has the
+asker's peer id (proof.py): another node that answers behind the same router does not count. That must not become a tool against others: a
+peer dials only addresses whose host is the very one that it sees the asker come from (AutoNAT's rule), at most `MOST_DIALS` of them with a
+short deadline, once per asker in `REST_S`, few at a time. Behind NAT an asker without a forwarded port is told so; one that has a relay's
+address is reached by that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from random import Random
 from typing import Final
 
 from blocktrain.node import addresses as parsing
+from blocktrain.node import proof
 from blocktrain.node.addresses import Address
 from blocktrain.node.ports import Transport
 from blocktrain.protocol import limits, schema, wire
@@ -36,7 +37,6 @@ MAX_ASKERS: Final = 256  # remembered
 ANSWER_TIMEOUT_S: Final = 12.0
 ANSWER_BYTES: Final = 2048
 WITNESSES: Final = 3  # peers asked in one check
-GREETING: Final = b"\x13/multistream/1.0.0\n"  # what a libp2p listener says first
 CHECK_S: Final = 5.0  # how often we look whether there is a reason to ask
 AGAIN_S: Final = 600.0  # after an answer
 AGAIN_UNSURE_S: Final = 60.0  # after a no, or none
@@ -90,30 +90,11 @@ class Witness:
         why = f"you come from {hosts[0]}, and announce no address with that host"
         for address in fitting[:MOST_DIALS]:
             assert address.port is not None
-            why = await try_dial(address.host, address.port)
+            why = await proof.answers_as(address.host, address.port, peer, DIAL_TIMEOUT_S)
             if not why:
                 return Echo(hosts[0], True, address.text)
             why = f"port {address.port} of {address.host}: {why}"
         return Echo(hosts[0], False, "", why)
-
-
-async def try_dial(host: str, port: int) -> str:
-    """Why nothing that speaks libp2p answers there, or ""."""
-    writer: asyncio.StreamWriter | None = None
-    try:
-        async with asyncio.timeout(DIAL_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port)
-            writer.write(GREETING)
-            return "" if await reader.readexactly(len(GREETING)) == GREETING else "something else than libp2p answers"
-    except TimeoutError:
-        return "no answer"
-    except asyncio.IncompleteReadError:
-        return "it hung up"
-    except OSError as error:
-        return os.strerror(error.errno).lower() if error.errno else str(error)
-    finally:
-        if writer is not None:
-            writer.transport.abort()
 
 
 @dataclass(frozen=True)
