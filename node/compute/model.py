@@ -30,6 +30,7 @@ from blocktrain.protocol.manifest import Manifest
 MAX_WINDOW: Final = 64  # positions of the longest noisy window; the first is clean, so offsets end at MAX_WINDOW - 1
 SIGMA_DATA: Final = 0.5  # σ_d of EDM's preconditioning (arXiv 2206.00364, table 1); the papers do not say theirs
 LITERAL: Final = "diffusionblocks"
+FULL_EMBEDDING_LAYERS: Final = 6  # a block's embedding begins with deviation 1 from so many layers on, in proportion below (docs/recipe.md)
 _FREQUENCIES: Final = 16
 _TIME_WIDTH: Final = 64
 _ROPE_BASE: Final = 10_000.0
@@ -297,6 +298,7 @@ class Block(nn.Module):
     def _initialise(self, seed: int) -> None:
         """Matrices: variance 1/inputs, residual outputs 1/√(2 L) smaller; norms 1; what reads noise starts silent."""
         residual = 1 / math.sqrt(2 * len(self.layers))
+        embedding = min(1.0, len(self.layers) / FULL_EMBEDDING_LAYERS)
         for name, parameter in self.named_parameters():
             last = name.rsplit(".", 1)[-1]
             if last.startswith("norm"):
@@ -304,7 +306,7 @@ class Block(nn.Module):
             elif last in ("noise_in", "offset", "time_in_bias", "time_out", "time_out_bias"):
                 parameter.zero_()
             else:
-                scale = 1.0 if last == "embedding" else 1 / math.sqrt(parameter.shape[1])
+                scale = embedding if last == "embedding" else 1 / math.sqrt(parameter.shape[1])
                 if last in ("out", "down"):
                     scale *= residual
                 owner = "shared" if self.literal and last == "embedding" else self.block
