@@ -38,6 +38,21 @@ class LocalOptions:
     data: Annotated[Many, Parameter(help="Text to train on: as for blocktrain-node.")] = ("builtin",)
     prompt: Annotated[str, Parameter(help="What the text at the end begins with.")] = "The "
     kill: Annotated[bool, Parameter(negative="--no-kill", help="Kill one replica in the middle and let another take its place.")] = True
+    kill_every: Annotated[
+        float | None,
+        Parameter(
+            validator=Number(gte=1, lte=86_400), help="Trouble: every so many seconds, kill a holder; it comes back, or somebody new does."
+        ),
+    ] = None
+    freeze: Annotated[bool, Parameter(help="Trouble: stop nodes now and then, for 2 to 15 seconds.")] = False
+    links: Annotated[
+        Path | None, Parameter(help="Trouble: delay, rate and loss between nodes; a file, or one of home, wan, edge (docs/simulator.md).")
+    ] = None
+    byzantine: Annotated[int, Parameter(validator=Number(gte=0, lte=64), help="Trouble: so many nodes more, which send false states.")] = 0
+    seed: Annotated[int, Parameter(validator=Number(gte=0), help="What is drawn of the trouble comes from it.")] = 0
+    report: Annotated[
+        Path | None, Parameter(help="Let checkers judge what the nodes logged; write the report here, as HTML, and JSON beside it.")
+    ] = None
     out: Annotated[Path | None, Parameter(help="Folder for logs, checkpoints, plot and summary; without it, a new one in this folder.")] = (
         None
     )
@@ -55,6 +70,9 @@ class BenchOptions:
         int | None, Parameter(validator=Number(gte=1, lte=1000), help="How many seeds (0 … N-1), where a bench has seeds.")
     ] = None
     json: Annotated[Path | None, Parameter(help="Write the numbers here; - is standard output.")] = None
+    add: Annotated[
+        bool, Parameter(negative=(), help="Keep what the JSON file holds of other parts, so that a long bench can be run in pieces.")
+    ] = False
 
 
 @Parameter(name="*")
@@ -66,6 +84,7 @@ class SweepOptions:
         "0,20,50,100"
     )
     blocks: Annotated[str, Parameter(help="How many blocks a chain has; several with commas between them.")] = "3,6"
+    plot: Annotated[Path | None, Parameter(help="Where the picture of a byte's cost goes; by default none is drawn.")] = None
 
 
 @Parameter(name="*")
@@ -104,6 +123,8 @@ def simulator() -> App:
 def local(options: LocalOptions = LocalOptions()) -> int:
     """Run a real swarm of processes on this machine, kill one of them, and let the chain write a text.
 
+    With trouble (--kill-every, --freeze, --links, --byzantine) there is more than that one kill. After it the swarm must recover, checkers
+    judge what all nodes logged, and the report is DIR/report.html.
     Exits with 0 only if everything happened: all met, all averaged, the loss fell, the others carried on after the kill and the block was
     served, a replacement took the swarm's state, the text was written, no traceback was logged and no process was left behind.
     """
@@ -171,7 +192,7 @@ def bench_sweep(options: BenchOptions = BenchOptions(), sweep: SweepOptions = Sw
     from blocktrain.swarm_sim import bench_sweep as sweeps
     from blocktrain.swarm_sim import benches
 
-    return benches.command(sweeps.bench(sweeps.plan(sweep.rtt_ms, sweep.blocks)), options)
+    return benches.command(sweeps.bench(sweeps.plan(sweep.rtt_ms, sweep.blocks, sweep.plot)), _split(options))
 
 
 def bench_all(options: BenchOptions = BenchOptions()) -> int:

@@ -57,7 +57,7 @@ class Member:
 
     @property
     def phase(self) -> str:
-        return "killed" if self.killed else str(self.status.get("phase", "starting"))
+        return "killed" if self.killed else "frozen" if self.child.frozen else str(self.status.get("phase", "starting"))
 
     @property
     def training(self) -> bool:

@@ -21,7 +21,7 @@ REDRAW_S: Final = 0.25
 PLAIN_S: Final = 30.0  # between two reports in plain lines
 BAR_CHARS: Final = 30
 COLUMNS: Final = ("block", "peer", "phase", "round", "loss", "held-out", "accepted", "late", "refused", "tokens/s", "in", "out")
-_STYLES: Final = {"training": "green", "paused": "cyan", "killed": "red", "starting": "yellow"}
+_STYLES: Final = {"training": "green", "paused": "cyan", "killed": "red", "starting": "yellow", "frozen": "blue"}
 
 
 class Display:

@@ -42,7 +42,6 @@ CHANGES: Final[dict[str, Change]] = {
     "random": _anywhere,
 }
 GARBAGE: Final = "chunks"
-LIES: Final = (*CHANGES, GARBAGE)  # the kinds, in the order in which `--byzantine N` takes them
 
 
 class LyingReplica:
@@ -134,8 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         """Hold a block and lie about it."""
         settings = settings or NodeConfig()
         checks.check_node(settings)
-        if lie not in LIES:
-            raise UsageError(f"there is no lie {lie!r}; there are {', '.join(LIES)}")
+        if lie not in (*CHANGES, GARBAGE):
+            raise UsageError(f"there is no lie {lie!r}; there are {', '.join((*CHANGES, GARBAGE))}")
         from blocktrain.node import launch, runtime
 
         return runtime.run(lambda real: launch.run_node(settings, real, lambda parts: outfit(lie, parts)))

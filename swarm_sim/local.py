@@ -3,26 +3,39 @@
 A host and its joiners meet; the untrained chain is measured; they train and average; one is killed in the middle, and the others carry on;
 a replacement joins and takes the state from the swarm; the chain is measured again and writes a text; all end, and nothing is left behind.
 The story stops at the first thing that does not happen. It sees what users see: status lines, logs, exit codes, and what clients print.
+With trouble (chaos.py) its middle is another: much befalls the nodes, then they recover, and checkers judge what they logged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from blocktrain.node.commands import checks
 from blocktrain.node.daemon import remove_stale_sockets
+from blocktrain.protocol import limits
 from blocktrain.protocol.errors import UsageError
-from blocktrain.swarm_sim import recipe
+from blocktrain.swarm_sim import recipe, timeline
+from blocktrain.swarm_sim.chaos import Trouble
+from blocktrain.swarm_sim.chaos_checks import judge
+from blocktrain.swarm_sim.chaos_page import Pictures, page_of
+from blocktrain.swarm_sim.chaos_scene import Bounds, Recorded
 from blocktrain.swarm_sim.cluster import Cluster, Member, Run, number
+from blocktrain.swarm_sim.delay import Emulator
 from blocktrain.swarm_sim.display import Display
+from blocktrain.swarm_sim.links import Wiring
 from blocktrain.swarm_sim.plots import Point
 from blocktrain.swarm_sim.processes import PATIENT, Child, Children, Ending, Failure, Interrupted, Patience, Programs, Status, installed
 from blocktrain.swarm_sim.report import Report
+from blocktrain.swarm_sim.timeline import Timeline
+from blocktrain.swarm_sim.world.checkers.base import SLACK_S
 
 PHASES: Final = ("start", "meet", "measure before", "train", "kill one", "rejoin", "train on", "measure after", "stop")
+CALM_S: Final = 25.0  # after the longest that a node's word on others may lag behind, until the story ends
 KILL_AT: Final = 0.4  # of the training time
 SERVED_BYTES: Final = 16  # a short text is proof enough that the chain is whole
 STOP_RESERVE_S: Final = 8.0  # to end six nodes and draw a picture
@@ -45,6 +58,19 @@ class Settings:
     length: int = 200  # bytes to generate
     windows: int = 64  # held-out windows to measure on
     kill: bool = True
+    trouble: Trouble = Trouble()
+    page: Path | None = None  # where the report goes, JSON beside it; the same checkers judge a run without trouble, then
+    ttl_s: float = limits.TTL_S
+    refresh_s: float = limits.REFRESH_S
+
+    @property
+    def recovery_s(self) -> float:
+        """From the end of the trouble to the end of the story."""
+        return self.ttl_s + self.refresh_s + SLACK_S + CALM_S
+
+    @property
+    def judged(self) -> bool:
+        return self.trouble.any or self.page is not None
 
 
 def check(settings: Settings) -> Settings:
@@ -52,7 +78,15 @@ def check(settings: Settings) -> Settings:
 
     Raises: UsageError: in one line, what cannot be and what can.
     """
-    if settings.kill and settings.replicas < 2:
+    trouble = settings.trouble
+    if trouble.kill_every_s and settings.replicas < 2:
+        raise UsageError("--kill-every needs a second holder of each block: give --replicas 2 or more")
+    if trouble.any and settings.minutes * 60 < settings.recovery_s + 30:
+        least = (settings.recovery_s + 30) / 60
+        raise UsageError(
+            f"--minutes {settings.minutes:g} is too short: the swarm recovers for {settings.recovery_s:g} s; give {least:.1f} or more"
+        )
+    if settings.kill and not trouble.any and settings.replicas < 2:
         raise UsageError("killing one replica needs a second one of its block: give --replicas 2 or more, or --no-kill")
     if not settings.prompt:
         raise UsageError("--prompt is empty: the model continues a text of at least one byte")
@@ -76,21 +110,35 @@ def run(settings: Settings, programs: Programs | None = None, patience: Patience
     settings = check(settings)
     run_file = recipe.write(settings.recipe, settings.out / "run.toml", blocks=settings.blocks, minutes=settings.minutes)
     report = Report(settings.out, _as_keys(settings, run_file.blocks))
-    Story(settings, programs or installed(), run_file, report, patience).tell()
+    with contextlib.ExitStack() as stack:
+        run_ = Run(run_file.path, settings.data)
+        if (settings.ttl_s, settings.refresh_s) != (limits.TTL_S, limits.REFRESH_S):
+            run_ = replace(run_, flags=("--ttl-s", f"{settings.ttl_s:g}", "--refresh-s", f"{settings.refresh_s:g}"))
+        if settings.trouble.links is not None:
+            run_ = replace(run_, listen=Wiring(settings.trouble.links, stack.enter_context(Emulator())).flags)
+        from blocktrain.swarm_sim.chaos_story import TroubledStory  # which stands on this module
+
+        story = TroubledStory if settings.trouble.any else Story
+        story(settings, programs or installed(), run_, run_file.blocks, report, patience).tell()
     return report
 
 
 class Story:
     """One run, phase by phase."""
 
-    def __init__(self, settings: Settings, programs: Programs, run_file: recipe.RunFile, report: Report, patience: Patience) -> None:
+    phases: tuple[str, ...] = PHASES
+
+    def __init__(self, settings: Settings, programs: Programs, run: Run, blocks: int, report: Report, patience: Patience) -> None:
         self._settings = settings
-        self._blocks = run_file.blocks
+        self._blocks = blocks
         self._report = report
         self._patience = patience
         self._children = Children(settings.out, self._heard, self._poll, patience)
-        self._cluster = Cluster(self._children, programs, Run(run_file.path, settings.data))
-        self._display = Display(lambda: self._cluster.members, PHASES, settings.minutes * 60)
+        self._timeline = Timeline()
+        self._cluster = Cluster(self._children, programs, run)
+        self._cluster.on_start = self._started
+        self._display = Display(self._shown, self.phases, settings.minutes * 60)
+        self._heal_at_s = 0.0
         self._begun = time.monotonic()
         self._last_point: dict[str, float] = {}
 
@@ -104,8 +152,10 @@ class Story:
                 report.fail(str(failure))
             except Interrupted:
                 report.interrupted = True
+            ended_s = self._now()
             self._display.phase("stop")
             self._end(self._children.stop())
+            self._judge(ended_s)
         remove_stale_sockets()  # of the node that was killed, which could not do it
 
     def _all(self) -> None:
@@ -115,13 +165,19 @@ class Story:
         begun = self._now()
         # What comes after training takes about as long as the first measurement did, twice over on a machine that is busy training.
         until = max(begun + MIN_TRAIN_S, self._settings.minutes * 60 - 2.5 * measuring_s - STOP_RESERVE_S)
+        self._heal_at_s = begun
+        self._middle(begun, until)
+        self._measure_after()
+
+    def _middle(self, begun: float, until: float) -> None:
+        """What happens while the nodes train, up to the second `until`."""
         self._display.phase("train")
         self._train(begun + KILL_AT * (until - begun))
         if self._settings.kill:
             self._kill_one_and_replace_it()
+            self._heal_at_s = self._now()
         self._display.phase("train on")
         self._children.run(max(MIN_TRAIN_S, until - self._now()))
-        self._measure_after()
 
     def _start(self) -> None:
         settings, display = self._settings, self._display
@@ -159,6 +215,7 @@ class Story:
         display.phase("kill one")
         victim = cluster.holders(cluster.blocks - 1)[-1]
         cluster.kill(victim)
+        self._timeline.note("kill", victim.name, victim.life)
         report.killed, report.killed_at_s = victim.label, self._now()
         display.say(f"killed {victim.label} (SIGKILL), which held block {victim.block}")
         before = {member.label: member.number("round") for member in cluster.living}
@@ -217,6 +274,24 @@ class Story:
         report.count(cluster.members, self._now())
         report.ended(ending, self._children.tracebacks())
 
+    def _judge(self, ended_s: float) -> None:
+        """Write down all that happened, and let the checkers look at it where that was asked for."""
+        settings, report = self._settings, self._report
+        lines = self._timeline.merged()
+        try:
+            timeline.write(self._children.logs / "timeline.jsonl", lines)
+        except OSError as error:
+            report.fail(f"the timeline could not be written: {error}")
+        if not settings.judged or not self._cluster.members:
+            return
+        grace_s = (ended_s - self._heal_at_s) / 2 - 5
+        bounds = Bounds(self._blocks, self._heal_at_s, ended_s, settings.ttl_s, settings.refresh_s, max(5.0, grace_s))
+        scene = Recorded(bounds, lines, self._timeline.began)
+        pictures = Pictures(scene)
+        violations = [str(violation) for violation in judge(scene)]
+        report.judged(violations, pictures.found(violations))
+        report.page = page_of(report, scene, pictures, violations)
+
     def _eval(self) -> list[str]:
         return ["eval", "--data", *self._settings.data, "--windows", str(self._settings.windows)]
 
@@ -240,6 +315,8 @@ class Story:
     def _heard(self, child: Child, status: Status) -> None:
         """A point of the plot, where the last one is old enough."""
         member = next((member for member in self._cluster.members if member.child is child), None)
+        if member is not None:
+            self._timeline.said(child, member.name, member.life, status)
         at_s = self._now()
         if member is None or at_s - self._last_point.get(child.label, -POINT_S) < POINT_S:
             return
@@ -248,6 +325,14 @@ class Story:
         self._report.points.append(
             Point(at_s, child.label, member.block, int(member.number("round")), int(member.number("steps")), loss, heldout)
         )
+
+    def _started(self, member: Member, events: Path) -> None:
+        lie = {"lie": member.lie} if member.lie else {}
+        self._timeline.note("start", member.name, member.life, block=member.block, **lie)
+        self._timeline.expect(member.name, member.life, events)
+
+    def _shown(self) -> Sequence[Member]:
+        return self._cluster.members
 
     def _poll(self) -> None:
         self._display.poll()
@@ -267,4 +352,9 @@ def _as_keys(settings: Settings, blocks: int) -> dict[str, object]:
         "windows": settings.windows,
         "kill": settings.kill,
         "text_seed": 0,
+        **({"trouble": _trouble(settings.trouble)} if settings.trouble.any else {}),
     }
+
+
+def _trouble(trouble: Trouble) -> dict[str, object]:
+    return asdict(trouble)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 from blocktrain.node.commands import frame
 from blocktrain.protocol.errors import UsageError
 from blocktrain.swarm_sim import local as story
+from blocktrain.swarm_sim.chaos import Trouble
+from blocktrain.swarm_sim.links import load
 from blocktrain.swarm_sim.processes import PATIENT, Patience
 from blocktrain.swarm_sim.report import Report, write_json
 
@@ -23,8 +25,12 @@ STDOUT: Final = Path("-")
 def local(options: LocalOptions, programs: Programs | None = None, patience: Patience = PATIENT) -> int:
     """Run it, say how it went, and return 0 only if all of it happened."""
     check_target(options.json)
+    out = options.out or Path(time.strftime("swarm-%Y%m%d-%H%M%S"))
+    links = load(options.links) if options.links is not None else None
+    trouble = Trouble(options.kill_every or 0.0, options.freeze, links, options.byzantine, options.seed)
+    page = _page(options.report, out, trouble)
     settings = story.Settings(
-        out=options.out or Path(time.strftime("swarm-%Y%m%d-%H%M%S")),
+        out=out,
         blocks=options.blocks,
         replicas=options.replicas,
         minutes=options.minutes,
@@ -32,14 +38,18 @@ def local(options: LocalOptions, programs: Programs | None = None, patience: Pat
         data=options.data,
         prompt=options.prompt,
         kill=options.kill,
+        trouble=trouble,
+        page=page,
     )
     report = story.run(settings, programs, patience)
-    _keep(report, options.json)
+    _keep(report, options.json, page)
     lines = "\n".join(report.summary())
     if options.json == STDOUT:
         frame.say(lines)
     else:
         print(lines, flush=True)
+    if report.page is not None and page is not None and page.is_file():
+        frame.say(f"report: {page}")
     for what in report.failed:
         frame.say(f"blocktrain-sim: {what} (logs in {report.out / 'logs'})")
     if report.interrupted:
@@ -55,9 +65,20 @@ def check_target(path: Path | None) -> None:
         raise UsageError(f"--json {path}: give a file in a folder that exists, or - for standard output")
 
 
-def _keep(report: Report, target: Path | None) -> None:
-    """The plot, the summary beside it, and the JSON where it was asked for. What cannot be written is one more failure."""
+def _page(asked: Path | None, out: Path, trouble: Trouble) -> Path | None:
+    """Where the report goes: where it was asked for, or into the run's folder after trouble. Raises: UsageError: it cannot go there."""
+    if asked is None:
+        return out.absolute() / "report.html" if trouble.any else None
+    if asked.suffix not in (".html", ".htm") or asked.is_dir() or not asked.absolute().parent.is_dir():
+        raise UsageError(f"--report {asked}: give a file that ends in .html, in a folder that exists")
+    return asked.absolute()
+
+
+def _keep(report: Report, target: Path | None, page: Path | None) -> None:
+    """The plot, the summary beside it, the page, and the JSON where it was asked for. What cannot be written is one more failure."""
     try:
+        if page is not None and report.page is not None:
+            report.page.write_files(page)
         report.draw(report.out / "loss.png")
         write_json(report.out / "summary.json", report.as_json())
         if target == STDOUT:

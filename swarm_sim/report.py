@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain import __version__
+from blocktrain.swarm_sim.chaos import Tally
 from blocktrain.swarm_sim.cluster import Member, number
 from blocktrain.swarm_sim.display import clock
+from blocktrain.swarm_sim.page import Page
 from blocktrain.swarm_sim.plots import Point, draw_losses
 from blocktrain.swarm_sim.processes import Ending, Failure
 
 COUNTS = ("accepted", "late", "refused", "one_sided")
+MOST_SAID = 5  # violations that stand in the verdict's own words
 
 
 @dataclass
@@ -48,6 +51,9 @@ class Report:
     points: list[Point] = field(default_factory=list)
     chain: list[tuple[float, float]] = field(default_factory=list)  # (seconds, loss) of each evaluation
     nodes: list[dict[str, object]] = field(default_factory=list)
+    tally: Tally | None = None  # of the trouble, where there was some
+    found: dict[str, object] = field(default_factory=dict)  # what the checkers came to, where they looked
+    page: Page | None = None
 
     @property
     def ok(self) -> bool:
@@ -97,6 +103,16 @@ class Report:
         if tracebacks:
             self.fail(f"{tracebacks} tracebacks stand in the logs")
 
+    def judged(self, violations: Sequence[str], found: Mapping[str, object]) -> None:
+        """What the checkers object to is part of the verdict, and so is that text could be had."""
+        self.found = dict(found)
+        for violation in violations[:MOST_SAID]:
+            self.fail(violation)
+        if len(violations) > MOST_SAID:
+            self.fail(f"and {len(violations) - MOST_SAID} violations more, which the report lists")
+        if self.tally is not None and self.tally.texts_failed and not self.tally.texts:
+            self.fail(f"the swarm wrote no text while it was in trouble: {self.tally.texts_failed[0]}")
+
     def as_json(self) -> dict[str, object]:
         """Flat keys for machines; the nodes' last statuses at the end."""
         return {
@@ -124,6 +140,8 @@ class Report:
             "tokens_per_traversal": _rounded(self.tokens_per_traversal, 2),
             "tracebacks": self.tracebacks,
             "processes_left": len(self.processes_left),
+            **(self.tally.as_json() if self.tally is not None else {}),
+            **self.found,
             "nodes": self.nodes,
         }
 
@@ -148,6 +166,11 @@ class Report:
             after = f", {self.loss_after:.3f} after" if len(self.chain) > 1 else ""
             rows.append(("loss", f"{self.loss_before:.3f} before{after} (the chain on held-out text, nats per token)"))
         rows.append(("averaging", ", ".join(f"{self.counts.get(key, 0)} {key.replace('_', '-')}" for key in COUNTS)))
+        if self.tally is not None:
+            rows += _of_trouble(self.tally)
+        if self.found:
+            lost = f"{self.found['blocks_lost']} blocks lost, {self.found['states_lost']} states lost"
+            rows.append(("checked", f"{lost}, {self.found['violations']} violations in all"))
         if self.killed:
             rows.append(("killed", f"{self.killed} at {clock(self.killed_at_s)}"))
         if self.rejoined:
@@ -164,6 +187,14 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     beside.replace(path)
+
+
+def _of_trouble(tally: Tally) -> list[tuple[str, str]]:
+    rows = [("trouble", f"{tally.kills} kills ({tally.same} came back, {tally.new} anew), {tally.freezes} freezes, {tally.liars} liars")]
+    if tally.recovered_s is not None:
+        rows.append(("recovered", f"all trained and averaged again after {tally.recovered_s:.0f} s"))
+    rows.append(("texts", f"{tally.texts} written meanwhile, {len(tally.texts_failed)} failed"))
+    return rows
 
 
 def _rounded(value: float | None, digits: int) -> float | None:

@@ -37,10 +37,14 @@ class Timeline:
     _said_at: dict[str, float] = field(default_factory=dict)
     _logs: list[tuple[str, int, Path]] = field(default_factory=list)
 
+    def now(self) -> float:
+        """Unix seconds: the nodes' own clock."""
+        return time.time()
+
     def note(self, what: str, node: str = "", life: int = 0, **details: object) -> None:
         """Something that the simulator did, or saw."""
         who = {"node": node, "life": life} if node else {}
-        self.lines.append({"at_s": round(time.time() - self.began, 3), "what": what, **who, **details})
+        self.lines.append({"at_s": round(self.now() - self.began, 3), "what": what, **who, **details})
 
     def said(self, child: Child, node: str, life: int, status: Status) -> None:
         """A node's status, where the last one that was kept is old enough or its phase is another."""
