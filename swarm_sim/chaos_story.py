@@ -10,6 +10,7 @@ from blocktrain.swarm_sim.cluster import Member
 from blocktrain.swarm_sim.local import MIN_TRAIN_S, Story
 
 TROUBLED: Final = ("start", "meet", "measure before", "chaos", "recover", "measure after", "stop")
+LEAST_KILLS: Final = 2.5  # are waited for, however slow the machine was to start
 
 
 class TroubledStory(Story):
@@ -22,13 +23,14 @@ class TroubledStory(Story):
         monkey = Monkey(settings.trouble, cluster, self._children, self._timeline, display.say, settings.prompt)
         self._report.tally = monkey.tally
         display.phase("chaos")
-        last = max(begun + MIN_TRAIN_S, until - settings.recovery_s)
+        last = max(begun + max(MIN_TRAIN_S, LEAST_KILLS * settings.trouble.kill_every_s), until - settings.recovery_s)
         monkey.begin(self._now())
         self._children.wait(lambda: monkey.act(self._now()) or self._now() >= last, last - begun + 60, "this machine did not keep time")
         display.phase("recover")
         monkey.end()
         self._timeline.note("heal")
         self._heal_at_s = self._now()
+        until = max(until, self._heal_at_s + settings.recovery_s)
         self._recover(monkey)
         self._children.wait(lambda: self._quiet(monkey, until), self._patience.client_s + until, "this machine did not keep time")
 

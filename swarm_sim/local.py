@@ -62,11 +62,12 @@ class Settings:
     page: Path | None = None  # where the report goes, JSON beside it; the same checkers judge a run without trouble, then
     ttl_s: float = limits.TTL_S
     refresh_s: float = limits.REFRESH_S
+    calm_s: float = CALM_S
 
     @property
     def recovery_s(self) -> float:
-        """From the end of the trouble to the end of the story."""
-        return self.ttl_s + self.refresh_s + SLACK_S + CALM_S
+        """From the end of the trouble to the last measurement."""
+        return self.ttl_s + self.refresh_s + SLACK_S + self.calm_s
 
     @property
     def judged(self) -> bool:
