@@ -6,17 +6,19 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from blocktrain.protocol.errors import UsageError
-from blocktrain.swarm_sim import liar, links, timeline
+from blocktrain.swarm_sim import liar, links, processes, timeline
 from blocktrain.swarm_sim.app import main
-from blocktrain.swarm_sim.chaos import LIES
+from blocktrain.swarm_sim.chaos import LIES, Monkey, Trouble
 from blocktrain.swarm_sim.chaos_checks import CHECKERS, judge
 from blocktrain.swarm_sim.chaos_page import Pictures
 from blocktrain.swarm_sim.chaos_scene import Bounds, Recorded
+from blocktrain.swarm_sim.cluster import Member
 from blocktrain.swarm_sim.page import Bar, Mark, Page, Plot
 from blocktrain.swarm_sim.timeline import Timeline
 from blocktrain.swarm_sim.world.checkers.kept import Kept
@@ -288,3 +290,138 @@ def test_a_page_is_one_file_that_fetches_nothing_and_its_json_has_the_same(tmp_p
     assert found["states lost"] == 0
     assert found["lives"] == [["0a", 0.0, 8.0, "training"], ["0a", 8.0, 10.0, "frozen"]]
     assert found["marks"] == [["0a", 10.0, "killed"]]
+
+
+# ---- who is killed ------------------------------------------------------------------------------------------------------------------
+
+
+class Stage:
+    """A cluster and its children, as far as trouble needs them: nobody is really there."""
+
+    def __init__(self, tmp_path: Path, nodes: str) -> None:
+        self.timeline = Timeline()
+        self.members = [self._member(tmp_path, name) for name in nodes.split()]
+        self.blocks = 2
+        self.folder = tmp_path
+        self.patience = processes.PATIENT
+        self.asked: list[str] = []
+
+    def _member(self, tmp_path: Path, name: str, life: int = 1) -> Member:
+        child = processes.Child(f"node-{name}", None, "", tmp_path / "out", tmp_path / "log", 0.0, 0.0)  # type: ignore[arg-type]
+        child.status = {"phase": "training", "round": 50, "written_at": self.timeline.now()}
+        return Member(child, int(name[0]), name=name, life=life)
+
+    def holders(self, block: int) -> list[Member]:
+        return [member for member in self.members if member.block == block and not member.killed]
+
+    def kill(self, member: Member) -> None:
+        member.killed = True
+
+    def restart(self, member: Member) -> Member:
+        self.members.append(self._member(self.folder, member.name, member.life + 1))
+        return self.members[-1]
+
+    def join(self, block: int, paused: bool = False, lie: str = "") -> Member:
+        self.members.append(self._member(self.folder, f"{block}n{len(self.members)}"))
+        self.members[-1].lie = lie
+        return self.members[-1]
+
+    def freeze(self, children: list[processes.Child]) -> None:
+        for child in children:
+            child.frozen = True
+
+    def thaw(self, children: list[processes.Child]) -> None:
+        for child in children:
+            child.frozen = False
+
+    def start_client(self, label: str, arguments: list[str]) -> processes.Child:
+        self.asked.append(label)
+        (self.folder / label).write_text('{"text": "so", "seconds": 2.0, "traversals": 4}')
+        ended = SimpleNamespace(poll=lambda: 0, pid=0)
+        return processes.Child(label, ended, "", self.folder / label, self.folder / label, 0.0, 0.0)  # type: ignore[arg-type]
+
+
+def monkey(stage: Stage, **trouble: Any) -> Monkey:
+    new = Monkey(Trouble(**trouble), stage, stage, stage.timeline, lambda text: None, "The ")  # type: ignore[arg-type]
+    new.begin(0.0)
+    return new
+
+
+def happened(stage: Stage, what: str) -> list[str]:
+    return [line["node"] for line in stage.timeline.lines if line["what"] == what]
+
+
+def test_a_kill_comes_when_it_is_due_and_the_node_or_somebody_new_comes_back(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "0a 0b 1a 1b")
+    chaos = monkey(stage, kill_every_s=10.0)
+    for now in range(200):
+        chaos.act(float(now))
+    chaos.end()
+    tally = chaos.tally
+    assert tally.kills == len(happened(stage, "kill")) == 19
+    assert tally.same + tally.new == tally.kills
+    assert tally.same > tally.new > 0
+    assert all(stage.holders(block) for block in range(2))
+
+
+def test_the_only_good_holder_of_a_block_is_spared(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "0a 0b 1a")
+    stage.members[1].child.status["round"] = 3  # 0b has yet to catch up
+    chaos = monkey(stage, kill_every_s=10.0)
+    for now in range(40):
+        chaos.act(float(now))
+    assert (chaos.tally.kills, chaos.tally.spared) == (0, 1)
+    stage.members[1].child.status["round"] = 48
+    chaos.act(41.0)
+    assert chaos.tally.kills == 1
+    assert happened(stage, "kill")[0] in ("0a", "0b")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda member: member.child.status.update(phase="joining"),
+        lambda member: member.child.status.update(written_at=1.0),
+        lambda member: setattr(member.child, "frozen", True),
+        lambda member: setattr(member, "lie", "nan"),
+        lambda member: setattr(member, "killed", True),
+    ],
+    ids=["joining", "silent", "frozen", "lies", "killed"],
+)
+def test_who_is_not_at_work_is_no_good_holder(tmp_path: Path, spoil: Callable[[Member], None]) -> None:
+    stage = Stage(tmp_path, "0a 0b 1a")
+    spoil(stage.members[1])
+    chaos = monkey(stage, kill_every_s=10.0)
+    chaos.act(11.0)
+    assert happened(stage, "kill") == []
+
+
+def test_the_frozen_thaw_and_at_the_end_all_do(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "0a 0b 1a 1b")
+    chaos = monkey(stage, freeze=True)
+    for now in range(300):
+        chaos.act(float(now))
+    chaos.end()
+    assert chaos.tally.freezes == len(happened(stage, "freeze")) == len(happened(stage, "thaw")) > 5
+    assert not any(member.child.frozen for member in stage.members)
+
+
+def test_the_same_seed_takes_the_same_victims_and_another_one_others(tmp_path: Path) -> None:
+    stories = []
+    for seed in (1, 1, 2):
+        stage = Stage(tmp_path, "0a 0b 0c 1a 1b 1c")
+        chaos = monkey(stage, kill_every_s=10.0, freeze=True, seed=seed)
+        for now in range(200):
+            chaos.act(float(now))
+        stories.append([(line["what"], line.get("node")) for line in stage.timeline.lines])
+    assert stories[0] == stories[1] != stories[2]
+
+
+def test_text_is_asked_for_now_and_then_and_counted(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "0a 1a")
+    chaos = monkey(stage, byzantine=1)
+    for now in range(100):
+        chaos.act(float(now))
+    assert stage.asked == ["text-0", "text-1", "text-2"]
+    assert (chaos.tally.texts, chaos.tally.texts_failed, chaos.tally.liars) == (3, [], 1)
+    assert [line["seconds"] for line in stage.timeline.lines if line["what"] == "text"] == [2.0] * 3
