@@ -102,3 +102,19 @@ async def test_the_process_of_its_own_takes_orders_and_ends(echo: int) -> None:
         assert await round_trip_s(port) >= 0.1
         await asyncio.to_thread(emulator.reset, [port])
     assert emulator._process.returncode == 0
+
+
+async def test_a_lost_packet_holds_up_what_is_behind_it_and_all_arrives_in_order(proxy: Proxy, echo: int) -> None:
+    port = await proxy.open(echo)
+    proxy.links[port].delay_s = 0.01
+    quick = await round_trip_s(port, bytes(range(256)) * 400)
+    proxy.links[port].loss = 0.5  # of a hundred packets some are lost for certain
+    assert await round_trip_s(port, bytes(range(256)) * 400) >= quick + 0.15
+
+
+async def test_jitter_delays_by_up_to_so_much_more(proxy: Proxy, echo: int) -> None:
+    port = await proxy.open(echo)
+    proxy.links[port].jitter_s = 0.2
+    took = [await round_trip_s(port) for _ in range(8)]
+    assert max(took) > 0.1
+    assert len({round(each, 3) for each in took}) > 1
