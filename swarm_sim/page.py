@@ -138,7 +138,7 @@ def _gantt(bars: Sequence[Bar], marks: Sequence[Mark]) -> str:
     if len(rows) <= 40:
         axes.set_yticks(range(len(rows)), list(rows), fontsize="x-small")
     if len(named) > 1 or marks:
-        axes.legend(fontsize="x-small", ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+        figure.legend(fontsize="x-small", ncols=8, loc="outside lower center")
     axes.invert_yaxis()
     return _drawn(figure)
 
