@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 from blocktrain.swarm_sim.chaos_scene import Person, Recorded
 from blocktrain.swarm_sim.page import Bar, Mark, Page, Plot
 from blocktrain.swarm_sim.timeline import Line
+from blocktrain.swarm_sim.world.checkers.base import Violation
+from blocktrain.swarm_sim.world.checkers.kept import Kept
 
 if TYPE_CHECKING:
     from blocktrain.swarm_sim.report import Report
@@ -46,7 +48,7 @@ class Pictures:
             if line["what"] == "text" and line["ok"] and line.get("seconds") and line.get("traversals"):
                 self.sweep.append((line["at_s"], line["seconds"] / line["traversals"]))
 
-    def found(self, violations: Sequence[str]) -> dict[str, object]:
+    def found(self, violations: Sequence[Violation]) -> dict[str, object]:
         """Numbers for the verdict. A block is lost where it was held, and then nobody held it."""
         lost = 0
         for held in self.held.values():
@@ -54,7 +56,7 @@ class Pictures:
             lost += any(not count for _, count in held[since:])
         return {
             "blocks_lost": lost,
-            "states_lost": sum("kept:" in violation for violation in violations),
+            "states_lost": sum(violation.checker == Kept.name for violation in violations),
             "violations": len(violations),
             "lies_refused": self.lies_refused,
             "lies_used": self.lies_used,
@@ -112,7 +114,7 @@ class Pictures:
         return number is not None and self._scene.nodes[number].liar
 
 
-def page_of(report: Report, scene: Recorded, pictures: Pictures, violations: Sequence[str]) -> Page:
+def page_of(report: Report, scene: Recorded, pictures: Pictures, violations: Sequence[Violation]) -> Page:
     """What happened, and what was found. The report is complete by now, but for this page."""
     plan = scene.plan
     title = f"swarm of processes, {plan.blocks} blocks x {report.settings['replicas']} replicas"
@@ -120,8 +122,8 @@ def page_of(report: Report, scene: Recorded, pictures: Pictures, violations: Seq
     facts = {key: value for key, value in report.as_json().items() if key not in ("ok", "failed", "nodes", "text", "trouble")}
     trouble = report.settings.get("trouble")
     page.facts = {
-        "blocks lost": pictures.found(violations)["blocks_lost"],
-        "states lost": pictures.found(violations)["states_lost"],
+        "blocks lost": report.found["blocks_lost"],
+        "states lost": report.found["states_lost"],
         "the last of": f"{len(scene.nodes)} nodes, {sum(node.epoch for node in scene.nodes)} processes",
         "trouble ended at s": plan.heal_at_s,
         "ended at s": plan.end_s,
@@ -140,7 +142,11 @@ def page_of(report: Report, scene: Recorded, pictures: Pictures, violations: Seq
     page.bars = sorted(pictures.bars, key=lambda bar: (bar.row, bar.begin_s))
     page.marks = pictures.marks
     befell = [_told(line) for line in scene.lines if line["what"] in BEFELL]
-    page.lists = {"what did not hold": [*report.failed], "violations": list(violations), "what befell the nodes": befell[:MOST_EVENTS]}
+    page.lists = {
+        "what did not hold": [*report.failed],
+        "violations": [str(each) for each in violations],
+        "what befell the nodes": befell[:MOST_EVENTS],
+    }
     return page
 
 

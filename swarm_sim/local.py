@@ -289,8 +289,8 @@ class Story:
         bounds = Bounds(self._blocks, self._heal_at_s, ended_s, settings.ttl_s, settings.refresh_s, max(5.0, grace_s))
         scene = Recorded(bounds, lines, self._timeline.began)
         pictures = Pictures(scene)
-        violations = [str(violation) for violation in judge(scene)]
-        report.judged(violations, pictures.found(violations))
+        violations = judge(scene)
+        report.judged([str(violation) for violation in violations], pictures.found(violations))
         report.page = page_of(report, scene, pictures, violations)
 
     def _eval(self) -> list[str]:

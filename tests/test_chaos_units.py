@@ -21,6 +21,7 @@ from blocktrain.swarm_sim.chaos_scene import Bounds, Recorded
 from blocktrain.swarm_sim.cluster import Member
 from blocktrain.swarm_sim.page import Bar, Mark, Page, Plot
 from blocktrain.swarm_sim.timeline import Timeline
+from blocktrain.swarm_sim.world.checkers.base import Violation
 from blocktrain.swarm_sim.world.checkers.kept import Kept
 
 Line = dict[str, Any]
@@ -178,7 +179,7 @@ def test_a_lost_block_is_counted_and_one_that_was_never_held_is_not() -> None:
     scene = Recorded(replace(BOUNDS, blocks=3), dies(dies(healthy(), "0a", 110.0), "0b", 112.0), 0.0)
     pictures = Pictures(scene)
     scene.run()
-    found = pictures.found(["   1.0 s  kept: something", "   2.0 s  order: something"])
+    found = pictures.found([Violation(1.0, "kept", "something"), Violation(2.0, "order", "something")])
     assert (found["blocks_lost"], found["states_lost"], found["violations"]) == (1, 1, 2)
     assert {bar.what for bar in pictures.bars} >= {"starting", "training"}
     assert [mark.row for mark in pictures.marks] == ["0a", "0b"]
