@@ -2,9 +2,9 @@
 
 A donor streams its published state, which is immutable, so training and averaging go on (hivemind's averager locks its state meanwhile). It
 serves a bounded number of downloads at once and says "busy" beyond that, so that a crowd of joiners spreads over the donors. A joiner takes
-the state of one donor, with the help of all that have the very same one (download.py). It is applied only when it is complete and its
-digest, its size and every number in it are right; else the next donor is asked. What is downloaded is the donor's newest state, which may
-be newer than the announcement that led us there, never older.
+the state of one donor, with the help of all that have the very same one (download.py); every shard is checked as it comes. It is applied
+only when it is complete and its digest, its size and every number in it are right; else all who vouched for it are named, and the next
+donor is asked. What is downloaded is the donor's newest state, which may be newer than the announcement that led us there, never older.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from random import Random
 
+from blocktrain.node import shards
 from blocktrain.node.download import LANES, Download, Job, NotNow, Wish
 from blocktrain.node.ports import Published, Replica, Stream, Transport
 from blocktrain.protocol import limits
@@ -31,6 +33,22 @@ KEPT_S = 60.0  # after the last stream that asked for it began
 __all__ = ["BUSY_RETRY_S", "MAX_DOWNLOADS_SERVED", "Donor", "Download", "NotNow", "fetch"]
 
 
+@dataclass
+class _Kept:
+    """A state that downloads began with. Its shards are hashed when somebody first asks, once."""
+
+    published: Published
+    payload: memoryview
+    asked_at: float = 0.0
+    _shards: bytes = b""
+    _hashing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def shards(self) -> bytes:
+        async with self._hashing:
+            self._shards = self._shards or await asyncio.to_thread(shards.hashes, self.payload)
+        return self._shards
+
+
 class Donor:
     """Serves our published state. Never that of a replica that has not trained or downloaded anything."""
 
@@ -39,7 +57,7 @@ class Donor:
         self._block = block
         self._replica = replica
         self._serving: Counter[PeerId] = Counter()  # streams by peer: few each
-        self._kept: dict[Digest, tuple[float, Published, memoryview]] = {}  # what downloads began with
+        self._kept: dict[Digest, _Kept] = {}  # what downloads began with
 
     @property
     def serving(self) -> int:
@@ -63,24 +81,31 @@ class Donor:
             self._serving += Counter()  # drop the zeros
 
     async def _send(self, stream: Stream, want: Want) -> None:
-        published, payload = self._state(Digest(want.digest))
+        state = self._state(Digest(want.digest))
+        published, payload = state.published, state.payload
         end = len(payload) if want.length == 0 else min(len(payload), want.offset + want.length)
         start = min(want.offset, end)
-        await stream.send(Have(published.round, published.digest, len(payload), start, end - start), timeout_s=limits.OPEN_TIMEOUT_S)
+        listed = await state.shards() if want.shards or want.digest != NO_DIGEST else b""
+        name = shards.name(listed) if listed else b""
+        have = Have(published.round, published.digest, len(payload), start, end - start, name)
+        await stream.send(have, listed if want.shards else b"", timeout_s=limits.OPEN_TIMEOUT_S)
         for offset in range(start, end, limits.CHUNK_BYTES):
             piece = payload[offset : min(end, offset + limits.CHUNK_BYTES)]
             await stream.send(Chunk(offset), piece, timeout_s=limits.STALL_TIMEOUT_S)
         await stream.send(End("ok"), timeout_s=limits.STALL_TIMEOUT_S)
 
-    def _state(self, digest: Digest) -> tuple[Published, memoryview]:
+    def _state(self, digest: Digest) -> _Kept:
         """The state that was asked for. One that a download began with is kept a while, though we have published newer ones since."""
         now = time.monotonic()
-        kept = self._kept.pop(digest, None)
-        published, payload = kept[1:] if kept is not None else self._replica.state()
-        self._kept[published.digest] = now, published, payload
-        for old in [each for each, (at, *_) in self._kept.items() if now - at > KEPT_S] or list(self._kept)[:-MAX_KEPT]:
+        state = self._kept.pop(digest, None)
+        if state is None:
+            published, payload = self._replica.state()
+            state = self._kept.pop(published.digest, None) or _Kept(published, payload)
+        state.asked_at = now
+        self._kept[state.published.digest] = state
+        for old in [each for each, kept in self._kept.items() if now - kept.asked_at > KEPT_S] or list(self._kept)[:-MAX_KEPT]:
             del self._kept[old]
-        return published, payload
+        return state
 
     def _refusal(self, want: Want, peer: PeerId) -> End | None:
         published = self._replica.published()
@@ -119,10 +144,7 @@ async def fetch(
     order = rng.sample(list(donors), len(donors))
     while order:
         leader = order.pop(0)
-        published, others = await _lead_by(transport, wish, leader, order, failed, apply)
-        if published is None and others and not isinstance(failed.get(leader), NotNow):
-            # Put together from several donors it was wrong: who lied cannot be told, so the leader is asked for all of it.
-            published, _ = await _lead_by(transport, wish, leader, (), failed, apply)
+        published = await _lead_by(transport, wish, leader, order, failed, apply)
         if published is not None:
             return published, failed
         order = [peer for peer in order if peer not in failed]
@@ -136,24 +158,26 @@ async def _lead_by(
     others: Sequence[PeerId],
     failed: dict[PeerId, Exception],
     apply: Callable[[Download], Awaitable[Published]],
-) -> tuple[Published | None, tuple[PeerId, ...]]:
-    """One download of the leader's state with the help of others. Where a whole one was refused, also who had helped."""
+) -> Published | None:
+    """One download of the leader's state with the help of others. What went wrong with whom is added to `failed`."""
     job = Job(transport, wish, leader)
-    helpers: tuple[PeerId, ...] = ()
-    fault: Exception | None = None
+    fault: Exception
     try:
         async with asyncio.timeout(limits.STATE_TIMEOUT_S):
             download = await job.run(others)
-        helpers = download.helpers
-        return await apply(download), helpers
+        try:
+            published = await apply(download)
+        except PeerFault as refused:
+            # Every shard was the listed one: whoever sent any of them vouched for the list.
+            failed.update({peer: PeerFault(refused.why, peer) for peer in job.vouched})
+            raise
+        failed.update({peer: PeerFault("it lists other shards than those of the state", peer) for peer in job.denied})
+        return published
     except TimeoutError:
         fault = NetworkFault(f"{short(leader)}: no whole state in {limits.STATE_TIMEOUT_S:.0f} s")
     except (NetworkFault, PeerFault) as error:
         fault = error
     finally:
         failed.update(job.failed)
-    if helpers:
-        failed.pop(leader, None)
-    else:
-        failed[leader] = fault
-    return None, helpers
+    failed[leader] = fault
+    return None

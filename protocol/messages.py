@@ -150,7 +150,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Want:
-    """Asks for a published state. Zeros for `digest` mean the newest that the donor has."""
+    """Asks for a published state. Zeros for `digest` mean the newest that the donor has; `shards`: its shards' hashes, too."""
 
     run: RunId = schema.field(_RUN)
     block: int = schema.field(_BLOCK)
@@ -158,17 +158,22 @@ class Want:
     digest: bytes = schema.field(_DIGEST)
     offset: int = schema.field(_SIZE, 0)
     length: int = schema.field(_SIZE, 0)  # 0: to the end
+    shards: bool = schema.field(Bool(), False)
 
 
 @dataclass(frozen=True)
 class Have:
-    """What the donor will send now: bytes `offset` … `offset + length` of the state with this round and digest."""
+    """What the donor will send now: bytes `offset` … `offset + length` of the state with this round and digest.
+
+    `shards` names the list of its shards' hashes (node/shards.py). The body is that list where it was asked for, else empty.
+    """
 
     round: int = schema.field(_ROUND)
     digest: bytes = schema.field(_DIGEST)
     size: int = schema.field(_SIZE)
     offset: int = schema.field(_SIZE)
     length: int = schema.field(_SIZE)
+    shards: bytes = schema.field(Raw(DIGEST_BYTES), b"")
 
 
 @dataclass(frozen=True)

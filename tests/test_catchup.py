@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from blocktrain.node import catchup, download
+from blocktrain.node import catchup, download, shards
 from blocktrain.node.catchup import Donor, Download, NotNow, fetch
 from blocktrain.node.compute import flat
 from blocktrain.node.compute.replica import TorchReplica
@@ -155,16 +155,19 @@ async def nonsense(world: World, stream: Stream) -> None:
 
 
 async def of_another_size(world: World, stream: Stream) -> None:
-    await stream.send(Have(9, b"d" * 32, 2**30, 0, 2**30), timeout_s=1)
+    listed = shards.hashes(world.payload())
+    await stream.send(Have(9, b"d" * 32, 2**30, 0, 2**30, shards.name(listed)), listed, timeout_s=1)
 
 
 async def only_a_part(world: World, stream: Stream) -> None:
     size = world.replica.state_bytes
-    await stream.send(Have(9, b"d" * 32, size, 0, size // 2), timeout_s=1)
+    listed = shards.hashes(world.payload())
+    await stream.send(Have(9, b"d" * 32, size, 0, size // 2, shards.name(listed)), listed, timeout_s=1)
 
 
-async def have(world: World, stream: Stream, payload: bytes) -> None:
-    await stream.send(Have(9, flat.digest(payload), len(payload), 0, len(payload)), timeout_s=1)
+async def have(world: World, stream: Stream, payload: bytes, listed: bytes | None = None) -> None:
+    listed = shards.hashes(payload) if listed is None else listed
+    await stream.send(Have(9, flat.digest(payload), len(payload), 0, len(payload), shards.name(listed)), listed, timeout_s=1)
 
 
 async def truncated(world: World, stream: Stream) -> None:
@@ -197,20 +200,33 @@ async def out_of_order(world: World, stream: Stream) -> None:
     await stream.send(Chunk(8), bytes(8), timeout_s=1)
 
 
-async def whole(world: World, stream: Stream, sent: bytes, announced: bytes) -> None:
-    await stream.send(Have(9, flat.digest(announced), len(sent), 0, len(sent)), timeout_s=1)
+async def whole(world: World, stream: Stream, sent: bytes, announced: bytes, listed: bytes) -> None:
+    await have(world, stream, announced, shards.hashes(listed))
     await stream.send(Chunk(0), sent, timeout_s=1)
     await stream.send(End("ok"), timeout_s=1)
 
 
 async def wrong_digest(world: World, stream: Stream) -> None:
-    await whole(world, stream, world.payload(1), world.payload(2))
+    await whole(world, stream, world.payload(1), world.payload(2), world.payload(1))
+
+
+async def wrong_shards(world: World, stream: Stream) -> None:
+    await whole(world, stream, world.payload(1), world.payload(2), world.payload(2))
+
+
+async def without_a_list(world: World, stream: Stream) -> None:
+    await have(world, stream, world.payload(), b"")
+
+
+async def with_another_list(world: World, stream: Stream) -> None:
+    payload, listed = world.payload(), shards.hashes(world.payload(2))
+    await stream.send(Have(9, flat.digest(payload), len(payload), 0, len(payload), b"n" * 32), listed, timeout_s=1)
 
 
 async def not_finite(world: World, stream: Stream) -> None:
     state = np.frombuffer(world.payload(), "<f4").copy()
     state[5] = np.nan
-    await whole(world, stream, state.tobytes(), state.tobytes())
+    await whole(world, stream, *[state.tobytes()] * 3)
 
 
 @pytest.mark.parametrize(
@@ -224,9 +240,11 @@ async def not_finite(world: World, stream: Stream) -> None:
         (truncated, False),
         (gave_up, False),
         (overlong, True),
-        (without_end, True),
         (out_of_order, True),
         (wrong_digest, True),
+        (wrong_shards, True),
+        (without_a_list, True),
+        (with_another_list, True),
         (not_finite, True),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -256,6 +274,19 @@ async def test_a_donor_that_fails_costs_nothing_and_the_next_is_asked(
     assert published is not None
     assert published.round == 7
     assert bytes(world.replica.state()[1]) == world.payload()
+
+
+async def test_a_donor_that_sends_the_whole_state_and_no_end_is_named_and_its_state_is_good(world: World) -> None:
+    bad = world.swarm.node("bad", Greeting(RUN, "test"))
+
+    async def handler(stream: Stream) -> None:
+        await stream.receive(timeout_s=5)
+        await without_end(world, stream)
+
+    await bad.transport.serve(STATE, handler)
+    published, failed = await world.fetch(bad)
+    assert published == Published(9, flat.digest(world.payload()))
+    assert "without its end" in str(failed[bad.peer])
 
 
 async def test_a_donor_too_slow_for_a_whole_state_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +403,7 @@ async def test_a_part_beyond_the_end_is_empty(world: World) -> None:
 def in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that even a small state is worth being cut up."""
     monkeypatch.setattr(download, "SMALL_BYTES", 0)
-    monkeypatch.setattr(download, "MIN_RANGE_BYTES", 4096)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2048)
     monkeypatch.setattr(limits, "CHUNK_BYTES", 1024)
 
 
@@ -431,53 +462,89 @@ async def test_states_that_differ_are_never_mixed(world: World, in_small_pieces:
     assert bytes(world.replica.state()[1]) in (world.payload(1), world.payload(2))
 
 
-async def test_28_a_donor_that_dies_in_mid_transfer_costs_only_what_it_had_not_sent(world: World, in_small_pieces: None) -> None:
-    good = await world.donor("good")
-    dying = world.swarm.node("dying", Greeting(RUN, "test"))
-    sent = []
+Alter = Callable[[int, bytes], bytes]  # a chunk's offset and its right bytes → those that are sent, or b"" to hang up
 
-    async def half(stream: Stream) -> None:
+
+async def serve_altered(world: World, name: str, alter: Alter, payload: bytes, listed: bytes | None = None) -> Twin:
+    """A donor that says it has `payload` and lists its shards (or `listed`), and sends what `alter` makes of it."""
+    twin = world.swarm.node(name, Greeting(RUN, "test"))
+    listed = shards.hashes(payload) if listed is None else listed
+
+    async def handle(stream: Stream) -> None:
         want, _ = await stream.receive(timeout_s=5)
         assert isinstance(want, Want)
-        payload = world.payload()
         end = want.offset + want.length if want.length else len(payload)
-        await stream.send(Have(7, flat.digest(payload), len(payload), want.offset, end - want.offset), timeout_s=1)
-        middle = (want.offset + end) // 2
-        await stream.send(Chunk(want.offset), payload[want.offset : middle], timeout_s=5)
-        sent.append(middle - want.offset)
-        await stream.close()
+        word = Have(7, flat.digest(payload), len(payload), want.offset, end - want.offset, shards.name(listed))
+        await stream.send(word, listed if want.shards else b"", timeout_s=1)
+        for offset in range(want.offset, end, 1024):
+            body = alter(offset, payload[offset : min(end, offset + 1024)])
+            if not body:
+                return
+            await stream.send(Chunk(offset), body, timeout_s=5)
+        await stream.send(End("ok"), timeout_s=5)
 
-    await dying.transport.serve(STATE, half)
+    await twin.transport.serve(STATE, handle)
+    return twin
+
+
+def keep(offset: int, body: bytes) -> bytes:
+    return body
+
+
+def spoil(offset: int, body: bytes) -> bytes:
+    return bytes(len(body))
+
+
+def spoil_later(offset: int, body: bytes) -> bytes:
+    return body if offset < 4096 else spoil(offset, body)
+
+
+async def test_28_a_donor_that_dies_in_mid_transfer_costs_only_what_it_had_not_sent(world: World, in_small_pieces: None) -> None:
+    good = await world.donor("good")
+    dying = await serve_altered(world, "dying", lambda offset, body: body if offset < 5000 else b"", world.payload())
     job = download.Job(world.joiner.transport, download.Wish(WANT, 1, 100, world.replica.state_bytes), dying.peer)
     whole = await job.run([good.peer])
     assert bytes(whole.payload) == world.payload()
     assert whole.helpers == (good.peer,)
     assert isinstance(job.failed[dying.peer], NetworkFault)
-    assert job.brought[dying.peer] > 0
-    assert job.brought[good.peer] < world.replica.state_bytes
+    assert job.brought[dying.peer] == 4096  # two whole shards; the third was not finished
+    assert job.brought[good.peer] == world.replica.state_bytes - 4096
 
 
-async def test_a_helper_that_sends_other_bytes_spoils_nothing(world: World, in_small_pieces: None) -> None:
-    """Put together it is wrong, and nobody knows whose fault that is; so one is asked for all of it."""
+async def test_a_donor_that_sends_another_shard_is_named_and_dropped_and_the_others_go_on(world: World, in_small_pieces: None) -> None:
     good = await world.donor("good")
-    liar = world.swarm.node("liar", Greeting(RUN, "test"))
+    other = await world.donor("other")
+    for name, alter in (("liar", spoil), ("late liar", spoil_later)):
+        liar = await serve_altered(world, name, alter, world.payload())
+        for donors in ((good, liar, other), (liar, good, other)):
+            job = download.Job(world.joiner.transport, download.Wish(WANT, 1, 100, world.replica.state_bytes), donors[0].peer)
+            whole = await job.run([donor.peer for donor in donors[1:]])
+            assert bytes(whole.payload) == world.payload()
+            assert set(job.failed) <= {liar.peer}
+            if donors[0] is liar:
+                assert "not those that it vouched for" in str(job.failed[liar.peer])
+                assert isinstance(job.failed[liar.peer], PeerFault)
+                assert whole.donor != liar.peer
 
-    async def lie(stream: Stream) -> None:
-        want, _ = await stream.receive(timeout_s=5)
-        assert isinstance(want, Want)
-        payload = world.payload()
-        end = want.offset + want.length if want.length else len(payload)
-        await stream.send(Have(7, flat.digest(payload), len(payload), want.offset, end - want.offset), timeout_s=1)
-        for offset in range(want.offset, end, 1024):
-            await stream.send(Chunk(offset), bytes(min(1024, end - offset)), timeout_s=5)
-        await stream.send(End("ok"), timeout_s=5)
 
-    await liar.transport.serve(STATE, lie)
+async def test_who_lists_other_shards_than_the_state_has_is_named_whether_it_leads_or_helps(world: World, in_small_pieces: None) -> None:
+    good = await world.donor("good")
+    liar = await serve_altered(world, "liar", spoil, world.payload(), shards.hashes(bytes(world.replica.state_bytes)))
     for donors in ((good, liar), (liar, good)):
-        published, failed = await world.fetch(*donors)
+        transport, want, size = world.joiner.transport, WANT, world.replica.state_bytes
+
+        class InOrder(Random):
+            def sample(self, population, k, **more):  # type: ignore[no-untyped-def]
+                return list(population)
+
+        async def apply(whole: Download) -> Published:
+            return await world.replica.load(whole.payload, whole.round, whole.digest)
+
+        peers = [donor.peer for donor in donors]
+        published, failed = await fetch(transport, want, peers, 1, size, rng=InOrder(), apply=apply)
         assert published == Published(7, flat.digest(world.payload()))
-        assert bytes(world.replica.state()[1]) == world.payload()
         assert good.peer not in failed
+        assert isinstance(failed[liar.peer], PeerFault), failed
 
 
 async def test_a_state_that_a_download_began_with_is_there_for_its_rest_though_newer_ones_are_published(world: World) -> None:
@@ -491,7 +558,7 @@ async def test_a_state_that_a_download_began_with_is_there_for_its_rest_though_n
     stream = await world.joiner.transport.open(twin.peer, STATE, timeout_s=1)
     await stream.send(replace(WANT, digest=flat.digest(old), offset=4, length=8), timeout_s=1)
     answer, _ = await stream.receive(timeout_s=5)
-    assert answer == Have(7, flat.digest(old), len(old), 4, 8)
+    assert answer == Have(7, flat.digest(old), len(old), 4, 8, shards.name(shards.hashes(old)))
     chunk, body = await stream.receive(timeout_s=5, max_body=64)
     assert (chunk, bytes(body)) == (Chunk(4), old[4:12])
     await stream.close()
