@@ -8,8 +8,9 @@ included. With four peers hivemind averages one group of four; ours needs two ro
 
 **wan.** The same over an emulated link (link.py), ours in int8 over as many streams as the link needs.
 
-The other parts: `train` (training speed during back-to-back exchanges, gossip_train.py); `codecs`, `attacks`, `outer`, `moments` and
-`speeds` (what they do to the loss, gossip_lab.py); `mixing` (how fast each topology brings replicas together, gossip_mixing.py).
+The other parts: `train` (training speed during back-to-back exchanges, gossip_train.py); `memory` (what an exchange takes beside training,
+gossip_memory.py); `codecs`, `attacks`, `outer`, `moments` and `speeds` (what they do to the loss, gossip_loss.py); `mixing` (how fast each
+topology brings replicas together, gossip_mixing.py).
 """
 
 from __future__ import annotations
@@ -40,11 +41,16 @@ KEYS: Final = {
     "four": tuple(f"four_10m_{what}" for what in COMPARED),
     "wan": (*(f"wan_{size}_{what}" for size in ("10m", "50m") for what in (*COMPARED, "link_share")), "wan_link_share"),
     "train": ("train_during_exchange", "train_during_exchange_low", "train_during_exchange_high", "train_during_exchange_cpu"),
-    "codecs": tuple(f"{codec}_{what}" for codec in ("bf16", "int8", "sparse") for what in ("bytes_ratio", "loss_delta")),
+    "codecs": tuple(
+        f"{codec}_{what}"
+        for codec in ("bf16", "int8", "sparse")
+        for what in ("bytes_ratio", "loss_delta", "loss_delta_low", "loss_delta_high")
+    ),
     "attacks": (*(f"attack_{name}_loss_ratio" for name in ATTACKED), "attack_worst_loss_ratio", "attack_honest_refused"),
-    "outer": tuple(f"outer_{outer}_{every}_loss" for outer in ("mean", "noloco", "diloco", "lo-fi") for every in (10, 50)),
+    "outer": tuple(f"outer_{outer}_{every}_loss" for outer in ("mean", "noloco", "nesterov", "lo-fi") for every in (10, 50)),
     "moments": tuple(f"moments_{choice}_loss" for choice in ("local", "reset", "carried")),
     "speeds": ("speeds_fast_loss", "speeds_fast_alone_loss", "speeds_slow_loss", "speeds_slow_alone_loss"),
+    "memory": ("exchange_memory_ratio", "between_memory_ratio"),
     "mixing": tuple(f"mixing_{topology}_{size}" for topology in TOPOLOGIES for size in gossip_mixing.SIZES),
 }
 
@@ -66,14 +72,15 @@ class Column:
 
 def run(session: Session) -> None:
     """All parts that are wanted."""
-    from blocktrain.swarm_sim import gossip_lab, gossip_train
+    from blocktrain.swarm_sim import gossip_loss, gossip_memory, gossip_train
 
     session.measure("mixing", gossip_mixing.numbers)
-    session.measure("attacks", lambda: gossip_lab.attacks(session))
-    session.measure("outer", lambda: gossip_lab.outer_steps(session))
-    session.measure("moments", lambda: gossip_lab.moments(session))
-    session.measure("speeds", lambda: gossip_lab.speeds(session))
-    session.measure("codecs", lambda: gossip_lab.codec_losses(session))
+    session.measure("attacks", lambda: gossip_loss.attacks(session))
+    session.measure("outer", lambda: gossip_loss.outer_steps(session))
+    session.measure("moments", lambda: gossip_loss.moments(session))
+    session.measure("speeds", lambda: gossip_loss.speeds(session))
+    session.measure("codecs", lambda: gossip_loss.codec_losses(session))
+    session.measure("memory", lambda: gossip_memory.measure(session, {size: SIZES[size] for size in ("10m", "50m")}))
     session.measure("train", lambda: gossip_train.measure(session))
     session.measure("loopback", lambda: _loopback(session))
     session.measure("four", lambda: _four(session))

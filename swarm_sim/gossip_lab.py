@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from blocktrain.node import recipe_file
-from blocktrain.node.compute import codecs, flat
+from blocktrain.node.compute import codecs, flat, outer
 from blocktrain.node.compute.codecs import Codec
 from blocktrain.node.compute.device import Mover
 from blocktrain.node.compute.flat import Flat
-from blocktrain.node.compute.merging import combine
+from blocktrain.node.compute.merging import combine, difference
 from blocktrain.node.compute.model import Block
+from blocktrain.node.compute.outer import Momentum
 from blocktrain.node.compute.trainer import Trainer
 from blocktrain.node.data import TokenStream, load_tokens
 from blocktrain.node.tokenizer import load_tokenizer
@@ -31,13 +32,13 @@ from blocktrain.protocol.acceptance import Measures
 from blocktrain.protocol.errors import PeerFault
 from blocktrain.protocol.exchange import shares, tokens_per_round
 from blocktrain.protocol.ids import PeerId
-from blocktrain.protocol.manifest import Manifest, Model
-from blocktrain.swarm_sim.benches import Session
+from blocktrain.protocol.manifest import Averaging, Manifest, Model
 
 CHECK_WINDOWS: Final = 8  # of the check on a merge: as in a node, 512 tokens
 HELDOUT_WINDOWS: Final = 64
 MARGIN: Final = 0.1  # the node's default
 MAX_REFERENCES: Final = 4
+LO_FI: Final = "lo-fi"
 PUT_OFF_ROUNDS: Final = 1  # after a first offence, twice as many after each further one; in a node these are 30 s, doubling
 Attack = Callable[[Tensor, Tensor, torch.Generator], Tensor]  # its live state, its published one → what it sends
 
@@ -53,7 +54,7 @@ class Setting:
     every: int = 10
     seed: int = 0
     attack: str = ""  # of the last replica
-    outer: str = "mean"
+    outer: str = "mean"  # an outer step of the manifest, or "lo-fi": one merge, at the end
     moments: str = "local"  # or "reset" at every merge, or "carried": averaged as the parameters are
     width: int = 64
     slow: int = 1  # the last replica makes so many times fewer steps in a round
@@ -81,13 +82,8 @@ class Learner:
     merged_tokens: int = 0
     references: dict[PeerId, Tensor] = field(default_factory=dict)  # partner → our last merge with it, newest last
     put_off: dict[PeerId, tuple[int, int]] = field(default_factory=dict)  # offender → (round until, offences)
-    velocity: Tensor | None = None
-    outer: Tensor | None = None  # the live parameters after the last outer step with momentum
+    momentum: Momentum | None = None
     loss: float | None = None  # of the published state, in the check
-
-    def begin(self) -> Tensor:
-        """Where local training began: after the last outer step."""
-        return self.published if self.outer is None else self.outer
 
     @property
     def live(self) -> Tensor:
@@ -110,7 +106,9 @@ class Lab:
         for index in range(setting.replicas):
             stream = TokenStream(corpus, batch=self.manifest.optimizer.batch, peer=f"{setting.seed}/{index}", block=0, seed=setting.seed)
             trainer = Trainer(self.manifest, 0, stream, Mover(torch.device("cpu")), seed=100 * setting.seed + index)
-            self.learners.append(Learner(PeerId(f"peer{index:02}"), trainer, trainer.flat.data.clone()))
+            published = trainer.flat.data.clone()
+            momentum = outer.begin(self.manifest.averaging.outer, published)
+            self.learners.append(Learner(PeerId(f"peer{index:02}"), trainer, published, momentum=momentum))
         windows = torch.from_numpy(stream.heldout(HELDOUT_WINDOWS))
         self.check, self.heldout = windows[:CHECK_WINDOWS], windows[CHECK_WINDOWS:]
         self.spare = Block(self.manifest, 0)
@@ -137,7 +135,7 @@ class Lab:
                 steps = setting.every // setting.slow if learner is self.learners[-1] else setting.every
                 for _ in range(steps):
                     learner.trainer.step()
-            if setting.outer != "lo-fi" or number == setting.steps // setting.every - 1:
+            if setting.outer != LO_FI or number == setting.steps // setting.every - 1:
                 self._round(number)
             on_round(number, self)
         mean = torch.stack([learner.live for learner in self.honest]).mean(dim=0)
@@ -202,13 +200,12 @@ class Lab:
                 _own_round(mine)
                 continue
             self.used_bad += bool(self.setting.attack) and other is self.learners[-1]
-            self._adopt(mine, other, merge.state, merge.difference)
+            self._adopt(mine, other, merge.state, difference(merge.state, coder.reader(own, size, reference)))
             mine.loss = after
 
     def _adopt(self, mine: Learner, other: Learner, state: Tensor, difference: Tensor) -> None:
-        mine.live.add_(OUTER[self.setting.outer](mine, state, difference))
-        if mine.velocity is not None:
-            mine.outer = mine.live.clone()
+        mine.momentum = outer.step(self.manifest.averaging.outer, mine.momentum, state, difference)
+        mine.live.add_(difference)
         if self.setting.moments == "reset":
             for moment in _moments(mine.trainer):
                 moment.zero_()
@@ -242,6 +239,7 @@ def _moments(trainer: Trainer) -> list[Tensor]:
 def _own_round(learner: Learner) -> None:
     learner.loss = None
     learner.published = learner.live.clone()
+    learner.momentum = outer.follow(learner.momentum, learner.published)
     learner.trainer.counters.since_round = 0
     learner.trainer.round += 1
 
@@ -256,6 +254,7 @@ def manifest_of(setting: Setting) -> Manifest:
         model=Model(width=setting.width, layers=2, heads=4, context=64, vocabulary=256),
         schedule=replace(base.schedule, steps_per_round=setting.every, planned_rounds=setting.steps // setting.every),
         optimizer=replace(base.optimizer, batch=8),
+        averaging=Averaging("mean" if setting.outer == LO_FI else setting.outer),
     )
 
 
@@ -275,118 +274,3 @@ ATTACKS: Final[Mapping[str, Attack]] = {
     "sign of the change": lambda live, published, noise: 2 * published - live,
     "random": _random_direction,
 }
-
-
-# ---- outer steps: what is added to the live parameters ------------------------------------------------------------------------------
-
-
-def _mean(mine: Learner, state: Tensor, difference: Tensor) -> Tensor:
-    return difference
-
-
-def _nesterov(mine: Learner, state: Tensor, difference: Tensor, rate: float = 0.7, momentum: float = 0.9) -> Tensor:
-    """DiLoCo (arXiv 2311.08105): the way from where the last outer step led to the merge is a gradient for SGD with Nesterov momentum."""
-    step = state - mine.begin()
-    mine.velocity = step if mine.velocity is None else momentum * mine.velocity + step
-    return difference + (rate * (step + momentum * mine.velocity) - step)
-
-
-def _noloco(mine: Learner, state: Tensor, difference: Tensor, rate: float = 0.7, momentum: float = 0.5) -> Tensor:
-    """NoLoCo (arXiv 2506.10911), eq. 2: momentum over the pair's mean step; its pull towards the pair's mean is the merge itself."""
-    step = state - mine.begin()
-    mine.velocity = rate * step if mine.velocity is None else momentum * mine.velocity + rate * step
-    return difference + (mine.velocity - step)
-
-
-OUTER: Final = {"mean": _mean, "noloco": _noloco, "diloco": _nesterov, "lo-fi": _mean}
-
-
-# ---- the parts of the bench ---------------------------------------------------------------------------------------------------------
-
-
-def codec_losses(session: Session) -> dict[str, object]:
-    """Bytes and loss of every codec after the same steps, two replicas and a ring of four."""
-    steps = 100 if session.brief else 300
-    seeds = range(session.seeds or (1 if session.brief else 3))
-    numbers: dict[str, object] = {}
-    for replicas, topology in ((2, "full"), (4, "ring")):
-        for codec in ("fp32", "bf16", "int8", "sparse"):
-            ends = [Lab(Setting(replicas, codec, topology, steps, seed=seed)).run() for seed in seeds]
-            name = f"{codec}_{replicas}"
-            numbers[f"{name}_loss"] = statistics.fmean(end.published for end in ends)
-            numbers[f"{name}_live_loss"] = statistics.fmean(end.live for end in ends)
-            numbers[f"{name}_consensus"] = statistics.fmean(end.consensus for end in ends)
-            session.say(f"{name}: {numbers[f'{name}_loss']:.4f}, live {numbers[f'{name}_live_loss']:.4f}")
-    size = flat.count(flat.shapes_of(manifest_of(Setting(2))))
-    full = codecs.codec_of("fp32").encoded_bytes(size)
-    for codec in ("bf16", "int8", "sparse"):
-        numbers[f"{codec}_bytes_ratio"] = codecs.codec_of(codec).encoded_bytes(size) / full
-        deltas = [_number(numbers[f"{codec}_{n}_loss"]) - _number(numbers[f"fp32_{n}_loss"]) for n in (2, 4)]
-        numbers[f"{codec}_loss_delta"] = max(deltas)
-    return numbers
-
-
-def attacks(session: Session) -> dict[str, object]:
-    """The honest two's loss after 20 rounds beside an attacker, over that of the same two without it."""
-    steps = 200
-    seeds = range(session.seeds or (1 if session.brief else 3))
-    quiet = [Lab(Setting(2, steps=steps, seed=seed, topology="pairs")).run() for seed in seeds]
-    alone = {seed: end.published for seed, end in zip(seeds, quiet, strict=True)}
-    numbers: dict[str, object] = {"attack_none_loss": statistics.fmean(alone.values())}
-    numbers["attack_honest_refused"] = sum(end.refused for end in quiet)
-    worst = 0.0
-    for attack in ATTACKS:
-        ends = {seed: Lab(Setting(3, steps=steps, seed=seed, topology="pairs", attack=attack)).run() for seed in seeds}
-        ratio = statistics.fmean(ends[seed].published / alone[seed] for seed in seeds)
-        name = attack.replace(" ", "_")
-        numbers[f"attack_{name}_loss_ratio"] = ratio
-        numbers[f"attack_{name}_refused"] = sum(end.refused for end in ends.values())
-        numbers[f"attack_{name}_used"] = sum(end.used_bad for end in ends.values())
-        worst = max(worst, ratio)
-        session.say(
-            f"attack {attack}: loss × {ratio:.4f}, refused {numbers[f'attack_{name}_refused']}, used {numbers[f'attack_{name}_used']}"
-        )
-    return {**numbers, "attack_worst_loss_ratio": worst}
-
-
-def outer_steps(session: Session) -> dict[str, object]:
-    """The loss with each outer step, short rounds and long ones."""
-    steps = 100 if session.brief else 300
-    numbers: dict[str, object] = {}
-    for every in (10, 50):
-        for outer in OUTER:
-            end = Lab(Setting(4, steps=steps, every=every, topology="pairs", outer=outer)).run()
-            numbers[f"outer_{outer}_{every}_loss"] = end.live if outer != "lo-fi" else end.published
-            session.say(f"outer {outer}, every {every}: {end.published:.4f}, live {end.live:.4f}, consensus {end.consensus:.4f}")
-    return numbers
-
-
-def moments(session: Session) -> dict[str, object]:
-    """The loss with moments that stay local, are reset at every merge, or are averaged too."""
-    steps = 100 if session.brief else 300
-    seeds = range(session.seeds or (1 if session.brief else 2))
-    numbers: dict[str, object] = {}
-    for choice in ("local", "reset", "carried"):
-        ends = [Lab(Setting(2, steps=steps, seed=seed, moments=choice)).run() for seed in seeds]
-        numbers[f"moments_{choice}_loss"] = statistics.fmean(end.published for end in ends)
-        session.say(f"moments {choice}: {numbers[f'moments_{choice}_loss']:.4f}")
-    return numbers
-
-
-def speeds(session: Session) -> dict[str, object]:
-    """A fast replica and one that makes a fifth of its steps: each beside what it reaches alone, weights by tokens."""
-    steps = 100 if session.brief else 300
-    together = Lab(Setting(2, steps=steps, slow=5))
-    together.run()
-    numbers: dict[str, object] = {}
-    for name, index, slow in (("fast", 0, 1), ("slow", 1, 5)):
-        alone = Lab(Setting(1, steps=steps, slow=slow)).run().published
-        numbers[f"speeds_{name}_loss"] = together.loss(together.learners[index].published, together.heldout)
-        numbers[f"speeds_{name}_alone_loss"] = alone
-        session.say(f"{name} replica: {numbers[f'speeds_{name}_loss']:.4f}, alone {alone:.4f}")
-    return numbers
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, float)
-    return value

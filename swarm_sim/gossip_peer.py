@@ -182,11 +182,12 @@ def _training_thread_s() -> float:
     return float(sum(each.user_time + each.system_time for each in psutil.Process().threads() if each.id in names))
 
 
-async def _main(runtime: Runtime) -> int:
+async def main(runtime: Runtime, kind: type[Peer] = Peer) -> int:
+    """One peer, told by stdin: argv is the address to listen on, and whom to connect to."""
     network = Network(host_maddrs=(sys.argv[1],), initial_peers=tuple(sys.argv[2:]))
     with identity.temporary() as who:
         async with open_network(network, who, Greeting(None, "bench"), runtime.clock, children=runtime.children) as net:
-            peer = Peer(net, runtime)
+            peer = kind(net, runtime)
             await net.transport.serve(EXCHANGE, peer.inbound)
             reader = asyncio.StreamReader(limit=1 << 20)
             await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -200,4 +201,4 @@ async def _main(runtime: Runtime) -> int:
 
 if __name__ == "__main__":
     end_with_parent()
-    sys.exit(run(_main))
+    sys.exit(run(main))

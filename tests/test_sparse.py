@@ -1,4 +1,4 @@
-"""Sparse snapshots: what is sent is within half a step, what is not sent is never lost, and both sides end on the same bits."""
+"""Sparse snapshots: they never add error, what is not sent is never lost, and both sides end on the same bits."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
-from blocktrain.node.compute import codecs, flat
-from blocktrain.node.compute.codecs import SPARSE_BLOCK, SPARSE_KEPT, Sparse
+from blocktrain.node.compute import flat
+from blocktrain.node.compute.codecs import SPARSE_BLOCK, Sparse
 from blocktrain.node.compute.replica import MAX_REFERENCES, TorchReplica
-from blocktrain.node.ports import Snapshot, Terms
 from blocktrain.protocol.errors import PeerFault
-from blocktrain.protocol.ids import PeerId
+from tests.merges import exchange, live, move
 from tests.swarm_kit import manifest, replica
 
 RUN = manifest()
-THEM = PeerId("12D3KooWthem")
 
 
 def states(size: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -32,31 +31,49 @@ def states(size: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 @settings(deadline=None, max_examples=30)
-@given(size=st.integers(1, 3000), seed=st.integers(0, 1000), bits=st.sampled_from((4, 8)), kept=st.sampled_from((2, 28, 40)))
-def test_what_is_sent_is_within_half_a_step_and_what_is_not_stays_the_reference(size: int, seed: int, bits: int, kept: int) -> None:
+@given(size=st.integers(1, 3000), seed=st.integers(0, 1000), kept=st.sampled_from((4, 56, 108)))
+def test_the_largest_differences_are_sent_in_two_sizes_and_the_rest_stays_the_reference(size: int, seed: int, kept: int) -> None:
     state, reference = states(size, seed)
-    codec = Sparse(bits, kept)
+    codec = Sparse(kept)
     out = codec.decode(codec.encode(state, reference), size, reference)
-    wanted, got = state - reference, out - reference
+    wanted, got = (state - reference).numpy(), (out - reference).numpy()
     for begin in range(0, size, SPARSE_BLOCK):
         block, sent = wanted[begin : begin + SPARSE_BLOCK], got[begin : begin + SPARSE_BLOCK]
-        step = float(block.abs().max()) / (127 if bits == 8 else 7)
-        changed = out[begin : begin + SPARSE_BLOCK] != reference[begin : begin + SPARSE_BLOCK]
+        changed = sent != 0
         assert changed.sum() <= kept
-        largest = block.abs().topk(min(kept, len(block))).indices
-        assert (sent[largest] - block[largest]).abs().max() <= 0.5 * step + 1e-6
+        assert np.abs(block[~changed]).max(initial=0) <= np.abs(block[changed]).min(initial=math.inf) + 1e-6
+        assert (np.sign(sent[changed]) == np.sign(block[changed])).all()
+        assert (np.diff(np.sort(np.abs(sent[changed]))) > 1e-5).sum() <= 1, "two sizes, as far as float32 adds them to a reference exactly"
+
+
+@settings(deadline=None, max_examples=50)
+@given(values=hnp.arrays(np.float32, st.integers(1, 600), elements=st.floats(-1e6, 1e6, width=32)), kept=st.sampled_from((4, 108)))
+def test_a_snapshot_is_never_further_from_the_state_than_the_reference_is(values: np.ndarray, kept: int) -> None:
+    state, reference = torch.from_numpy(values.copy()), torch.zeros(len(values))
+    codec = Sparse(kept)
+    out = codec.decode(codec.encode(state, reference), len(values), reference)
+    assert flat.distance(out, state) <= 1.001 * flat.norm(state) + 1e-30
+
+
+@pytest.mark.parametrize(("tail", "most"), [(0.5, 0.3), (1.0, 0.15), (3.0, 0.3)], ids=["thin", "normal", "heavy"])
+def test_little_is_left_out_whatever_the_tails(tail: float, most: float) -> None:
+    """As a share of the energy. Replicas that train with Adam differ by nearly normal numbers."""
+    difference = torch.randn(50_000, generator=torch.Generator().manual_seed(1))
+    difference = difference.sign() * difference.abs().pow(tail)
+    codec, reference = Sparse(), torch.zeros(50_000)
+    left = flat.distance(codec.decode(codec.encode(difference, reference), 50_000, reference), difference) ** 2
+    assert left < most * flat.norm(difference) ** 2
 
 
 @given(size=st.integers(1, 10**9))
-def test_a_sparse_snapshot_has_a_sixteenth_of_the_bytes(size: int) -> None:
+def test_a_sparse_snapshot_has_less_than_a_sixteenth_of_the_bytes(size: int) -> None:
     blocks = math.ceil(size / SPARSE_BLOCK)
-    assert Sparse().encoded_bytes(size) <= 4 * SPARSE_BLOCK * blocks / 16
+    assert Sparse().encoded_bytes(size) <= 0.985 * 4 * SPARSE_BLOCK * blocks / 16
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_what_is_left_out_is_sent_later_until_nothing_is_left(bits: int) -> None:
+def test_what_is_left_out_is_sent_later_until_nothing_is_left() -> None:
     state, reference = states(2000, 3)
-    codec = Sparse(bits, SPARSE_KEPT)
+    codec = Sparse()
     begin = flat.distance(state, reference)
     before = math.inf
     for _ in range(40):
@@ -76,11 +93,12 @@ def test_hostile_sparse_snapshots_are_the_peers_fault() -> None:
     with pytest.raises(PeerFault, match="no reference"):
         codec.decode(payload, 1000)
     blocks = math.ceil(1000 / SPARSE_BLOCK)
-    twice = bytearray(payload)
-    twice[4 * blocks + 1] = twice[4 * blocks]  # the same index twice: a sum whose order nobody has agreed on
-    with pytest.raises(PeerFault, match="rise"):
-        codec.decode(twice, 1000, reference)
-    payload[:4] = np.float32(np.nan).tobytes()
+    for changed in (0, 255):  # fewer or more values than there are
+        other = bytearray(payload)
+        other[4 * blocks] = changed
+        with pytest.raises(PeerFault, match="does not keep 108 of every 256"):
+            codec.decode(other, 1000, reference)
+    payload[:2] = payload[2:4] = b"\xc0\x7f"  # NaN
     assert not math.isfinite(flat.norm(codec.decode(payload, 1000, reference)))
 
 
@@ -93,31 +111,6 @@ async def pair() -> AsyncIterator[tuple[TorchReplica, TorchReplica]]:
     yield both
     for each in both:
         await each.stop()
-
-
-def terms(snapshot: Snapshot) -> Terms:
-    return Terms(THEM, snapshot.round, snapshot.weight, snapshot.digest, snapshot.codec)
-
-
-async def live(each: TorchReplica) -> Tensor:
-    return codecs.codec_of("fp32").decode((await each.snapshot("fp32")).payload, each.state_bytes // 4)
-
-
-async def move(each: TorchReplica, seed: int) -> None:
-    """As training would, without its time: every parameter by a little."""
-    step = torch.randn(each.state_bytes // 4, generator=torch.Generator().manual_seed(seed)) * 1e-3
-    await each._between_steps(lambda trainer: trainer.add(step))
-
-
-async def exchange(low: TorchReplica, high: TorchReplica, codec: str, reference: bytes = b"") -> bytes:
-    mine, theirs = await low.snapshot(codec, reference), await high.snapshot(codec, reference)
-    at_low = await low.consider(mine, theirs.payload, terms(theirs), mine_first=True)
-    at_high = await high.consider(theirs, mine.payload, terms(mine), mine_first=False)
-    assert at_low.digest == at_high.digest
-    await low.adopt(at_low, mine, keep=True)
-    await high.adopt(at_high, theirs, keep=True)
-    assert bytes(low.state()[1]) == bytes(high.state()[1])
-    return at_low.digest
 
 
 async def test_sparse_exchanges_keep_the_mean_and_bring_two_replicas_together(pair: tuple[TorchReplica, TorchReplica]) -> None:

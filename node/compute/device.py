@@ -53,6 +53,11 @@ class Mover:
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the block is in CPU memory."""
+        return self._side is None
+
     def autocast(self) -> AbstractContextManager[object]:
         """bfloat16 for the layers on CUDA; on these CPUs it would be slower than float32."""
         return torch.autocast("cuda", dtype=torch.bfloat16) if self._side is not None else nullcontext()

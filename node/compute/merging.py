@@ -7,6 +7,7 @@ brought in once. Bit-identical on both sides: see `flat.merge`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import blake3
@@ -24,11 +25,9 @@ class Combined:
 
     Attributes:
         state: [P] float32, the merge.
-        difference: [P] float32, the merge minus our own encoded snapshot.
     """
 
     state: Tensor
-    difference: Tensor
     digest: Digest
     own_norm: float
     distance: float  # |theirs - ours|
@@ -36,10 +35,12 @@ class Combined:
     along: float  # cosine between where they and where we went since our published state; 0 where one did not move
 
 
-def combine(ours: Read, theirs: Read, published: Tensor, shares: tuple[float, float], *, mine_first: bool) -> Combined:
-    """Merge by `shares`, (first's, second's); `mine_first`: the first is ours. NaN and infinity show in `distance`."""
+def combine(
+    ours: Read, theirs: Read, published: Tensor, shares: tuple[float, float], *, mine_first: bool, out: Tensor | None = None
+) -> Combined:
+    """Merge by `shares`, (first's, second's), into `out`; `mine_first`: the first is ours. NaN and infinity show in `distance`."""
     size = published.numel()
-    state, difference = flat.empty(size), flat.empty(size)
+    state = flat.empty(size) if out is None else out
     room = torch.empty(min(size, flat.PIECE))
     other = torch.empty_like(room)
     hasher = blake3.blake3()
@@ -52,7 +53,6 @@ def combine(ours: Read, theirs: Read, published: Tensor, shares: tuple[float, fl
         torch.mul(second, shares[1], out=spare)
         merged += spare
         hasher.update(flat.to_bytes(merged))
-        torch.sub(merged, mine, out=difference[piece])
         own += _square(mine)
         apart += _square(torch.sub(yours, mine, out=spare))
         moved += _square(torch.sub(mine, published[piece], out=move))
@@ -60,7 +60,22 @@ def combine(ours: Read, theirs: Read, published: Tensor, shares: tuple[float, fl
         dot += float(torch.dot(spare, move))
     both = math.sqrt(moved) * math.sqrt(their_moved) if math.isfinite(moved * their_moved) else 0.0
     along = dot / both if both > 0 else 0.0
-    return Combined(state, difference, Digest(hasher.digest()), math.sqrt(own), math.sqrt(apart), math.sqrt(moved), along)
+    return Combined(state, Digest(hasher.digest()), math.sqrt(own), math.sqrt(apart), math.sqrt(moved), along)
+
+
+def differences(merge: Tensor, ours: Read) -> Iterator[tuple[slice, Tensor]]:
+    """The merge minus our own encoded snapshot, piece by piece; a buffer that the next piece may overwrite."""
+    room = torch.empty(min(merge.numel(), flat.PIECE))
+    for piece in flat.pieces(merge.numel()):
+        yield piece, torch.sub(merge[piece], ours(piece), out=room[: piece.stop - piece.start])
+
+
+def difference(merge: Tensor, ours: Read) -> Tensor:
+    """The merge minus our own encoded snapshot, [P] in memory of its own."""
+    out = flat.empty(merge.numel())
+    for piece, part in differences(merge, ours):
+        out[piece] = part
+    return out
 
 
 def _square(values: Tensor) -> float:

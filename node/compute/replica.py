@@ -21,12 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blocktrain.node.compute import codecs, flat
+from blocktrain.node.compute import codecs, flat, merging, outer
 from blocktrain.node.compute.device import Mover, Parcel, choose
-from blocktrain.node.compute.flat import Flat
-from blocktrain.node.compute.merging import combine
-from blocktrain.node.compute.model import Block
-from blocktrain.node.compute.objective import objective_of
+from blocktrain.node.compute.gauge import Gauge
+from blocktrain.node.compute.outer import Momentum
 from blocktrain.node.compute.thread import TrainingThread
 from blocktrain.node.compute.trainer import Batches, Frozen, Tensors, Trainer, TrainingFailed, one_line
 from blocktrain.node.ports import Buffer, Progress, Published, Snapshot, Terms, Trial
@@ -74,10 +72,11 @@ class _Taken(Snapshot):
 
 @dataclass(frozen=True)
 class _Merge:
-    """A trial's token: the merge, and what it adds to the live block."""
+    """A trial's token: the merge, and what it adds to the live block; None: the merge minus our snapshot, to be read from these two."""
 
     state: Tensor
-    difference: Parcel
+    difference: Parcel | None
+    momentum: Momentum | None
     generation: int
     heldout: float | None
 
@@ -96,19 +95,18 @@ class TorchReplica:
         try:
             self._mover = Mover(device)
             self._trainer = Trainer(manifest, block, batches, self._mover, seed=options.seed, compile=options.compile)
-            self._spare = Block(manifest, block, initial=False).to(device)  # measures merges, while the live block trains
-            self._spare_flat = Flat(self._spare)
-            self._heldout_RT1 = torch.from_numpy(batches.heldout(max(2, HELDOUT_TOKENS // manifest.model.context))).to(device)
+            windows = torch.from_numpy(batches.heldout(max(2, HELDOUT_TOKENS // manifest.model.context)))
+            self._gauge = Gauge(manifest, block, windows, device)  # measures merges, while the live block trains
             initial = self._mover.to_host(self._mover.take(self._trainer.flat.data))
         except (RuntimeError, MemoryError) as error:
             raise one_line(error, f"building the block on {device}") from error
-        self._objective = objective_of(manifest, block)
         self._size = self._trainer.flat.size
         self._state = (Published(0, flat.digest(flat.to_bytes(initial))), initial)  # replaced as a whole, on the training thread
         self._heldout: float | None = None
         self._checks = options.heldout
         self._references: OrderedDict[Digest, Tensor] = OrderedDict()  # digest of a merge → the merge, the newest last
         self._wandered = 0.0  # how far own rounds have led since the last merge or download: the sum of their distances
+        self._momentum = outer.begin(manifest.averaging.outer, initial)  # replaced as `_state` is
         self._generation = 0  # counts loads: what was computed before one must not be added after it
         self._steps_at_start = self._tokens_at_start = 0
         self._worker = ThreadPoolExecutor(1, "blocktrain-compute")
@@ -125,12 +123,15 @@ class TorchReplica:
         if found is None:
             return False
         tensors, header = found
-        state = torch.cat([torch.from_numpy(tensors[f"published.{name}"]).reshape(-1) for name in self._trainer.flat.shapes])
+        state = self._joined(tensors, "published.")
         published = Published(int(header["round"]), Digest(bytes.fromhex(header["digest"])))
+        momentum = Momentum(self._joined(tensors, "anchor."), self._joined(tensors, "velocity.")) if self._momentum is not None else None
 
         def job(trainer: Trainer) -> None:
             trainer.restore(tensors, header, published.round)
             self._state = (published, state)
+            self._wandered = float(header.get("wandered", 0.0))  # older checkpoints have none
+            self._momentum = momentum
 
         self._thread.post(job).result()
         self._steps_at_start, self._tokens_at_start = self._trainer.counters.steps, self._trainer.counters.tokens
@@ -235,19 +236,23 @@ class TorchReplica:
         round = merged_round(published.round, terms.round)
         first, second = (mine.weight, terms.weight) if mine_first else (terms.weight, mine.weight)
         parts = shares(first, second, tokens_per_round(self.manifest))
-        merge = combine(ours, theirs, state, parts, mine_first=mine_first)
+        room = flat.empty(self._size)  # first for our own snapshot, then for the merge
+        before = self._gauge.loss(codecs.read_all(ours, room)) if self._checks else None
+        merge = merging.combine(ours, theirs, state, parts, mine_first=mine_first, out=room)
         norms = (merge.own_norm, merge.distance, merge.drift + self._wandered)
         if not math.isfinite(merge.distance):
             return Trial(round, NO_DIGEST, Measures(False, *norms, None, None), None, verified_at)
-        before, after = (self._measure_snapshot(mine), self._measure(merge.state)) if self._checks else (None, None)
-        token = _Merge(merge.state, self._mover.to_device(merge.difference), mine.generation, after)
+        after = self._gauge.loss(merge.state) if self._checks else None
+        token = _Merge(merge.state, *self._outer_step(merge.state, mine, ours), mine.generation, after)
         return Trial(round, merge.digest, Measures(True, *norms, before, after, merge.along, self._heldout), token, verified_at)
 
-    def _measure_snapshot(self, mine: _Taken) -> float:
-        read = codecs.codec_of(mine.codec).reader(mine.payload, self._size, mine.reference)
-        for piece in flat.pieces(self._size):
-            self._spare_flat.data[piece].copy_(read(piece))
-        return self._score()
+    def _outer_step(self, merge: Tensor, mine: _Taken, ours: codecs.Read) -> tuple[Parcel | None, Momentum | None]:
+        """What the live block gets, where that is not to be read from merge and snapshot when it gets it; and the momentum after."""
+        if self._momentum is None and self._mover.on_host and mine.codec in codecs.CODECS:
+            return None, None
+        difference = merging.difference(merge, ours)
+        momentum = outer.step(self.manifest.averaging.outer, self._momentum, merge, difference)
+        return self._mover.to_device(difference), momentum
 
     async def adopt(self, trial: Trial, mine: Snapshot, *, keep: bool = False) -> Published:
         """Raises: NetworkFault: our block was replaced by a downloaded state since the snapshot, so that the merge is void."""
@@ -259,11 +264,17 @@ class TorchReplica:
             if token.generation != self._generation:
                 raise NetworkFault("the replica took a downloaded state during the exchange; the merge is not used")
             published = Published(max(trial.round, self._state[0].round + 1), trial.digest)
-            trainer.add(self._mover.receive(token.difference))
+            if token.difference is not None:
+                trainer.add(self._mover.receive(token.difference))
+            else:
+                read = codecs.codec_of(mine.codec).reader(mine.payload, self._size, mine.reference)
+                for piece, part in merging.differences(token.state, read):
+                    trainer.flat.data[piece] += part
             trainer.round = published.round
             trainer.counters.merged_tokens = mine.tokens
             trainer.counters.since_round = 0
             self._state = (published, token.state)
+            self._momentum = token.momentum
             self._wandered = 0.0
             self._heldout = token.heldout
             return published
@@ -289,7 +300,7 @@ class TorchReplica:
         def measure() -> tuple[Tensor, Digest, float | None, float]:
             state = self._mover.to_host(parcel)
             _check_finite(state)
-            return state, flat.digest(flat.to_bytes(state)), self._measure(state), flat.distance(state, last)
+            return state, flat.digest(flat.to_bytes(state)), self._gauge.loss(state), flat.distance(state, last)
 
         state, digest, heldout, moved = await self._work(measure)
 
@@ -299,6 +310,7 @@ class TorchReplica:
             published = Published(before.round + 1, digest)
             trainer.round = published.round
             self._state = (published, state)
+            self._momentum = outer.follow(self._momentum, state)
             self._wandered += moved
             self._heldout = heldout
             return published
@@ -313,8 +325,8 @@ class TorchReplica:
                 raise PeerFault("the state does not have the digest that was announced")
             state = flat.from_bytes(payload, self._size)
             finite = bool(np.isfinite(flat.norm(state)))
-            heldout = self._measure(state) if finite else None
-            judge_state(finite, self._measure(self._state[1]), heldout)
+            heldout = self._gauge.loss(state) if finite else None
+            judge_state(finite, self._gauge.loss(self._state[1]), heldout)
             return state, self._mover.to_device(state), heldout
 
         state, parcel, heldout = await self._work(check)
@@ -327,6 +339,7 @@ class TorchReplica:
             trainer.round = round
             self._generation += 1
             self._state = (published, state)
+            self._momentum = outer.begin(self.manifest.averaging.outer, state)
             self._wandered = 0.0
             self._heldout = heldout
             return published
@@ -340,18 +353,23 @@ class TorchReplica:
         if store is None:
             return
 
-        def take(trainer: Trainer) -> tuple[Frozen, Published, Tensor]:
-            return trainer.freeze(), *self._state
+        def take(trainer: Trainer) -> tuple[Frozen, Published, Tensor, Momentum | None, float]:
+            return trainer.freeze(), *self._state, self._momentum, self._wandered
 
-        frozen, published, state = await self._between_steps(take)
+        frozen, published, state, momentum, wandered = await self._between_steps(take)
 
         def write() -> None:
             shapes = self._trainer.flat.shapes
             tensors = frozen.tensors(shapes, self._mover)
             for name in shapes:
                 _check_finite(torch.from_numpy(tensors["live." + name]).flatten())
-            tensors |= {"published." + name: view.numpy() for name, view in flat.views(shapes, state).items()}
-            store.write(tensors, {**frozen.header, "round": published.round, "digest": published.digest.hex()})
+            kept = {"published.": state} | (
+                {"anchor.": momentum.anchor_P, "velocity.": momentum.velocity_P} if momentum is not None else {}
+            )
+            for prefix, buffer in kept.items():
+                tensors.update({prefix + name: view.numpy() for name, view in flat.views(shapes, buffer).items()})
+            header = {**frozen.header, "round": published.round, "digest": published.digest.hex(), "wandered": wandered}
+            store.write(tensors, header)
 
         await self._work(write)
 
@@ -372,38 +390,17 @@ class TorchReplica:
     async def _work(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
-    def _measure(self, state: Tensor) -> float:
-        """Loss of a state on our held-out batch, nats per token. On the worker: the spare block is its own."""
-        self._spare_flat.data.copy_(state)
-        return self._score()
-
-    def _score(self) -> float:
-        return float(self._objective.score(self._spare, self._heldout_RT1).mean())
+    def _joined(self, tensors: Tensors, prefix: str) -> Tensor:
+        """The tensors of a checkpoint whose names begin so, as one state."""
+        return torch.cat([torch.from_numpy(tensors[prefix + name]).reshape(-1) for name in self._trainer.flat.shapes])
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = self._trainer.flat.shapes
-        return {prefix + name: shape for prefix in ("live.", "first.", "second.", "published.") for name, shape in shapes.items()}
+        prefixes = ("live.", "first.", "second.", "published.", *(("anchor.", "velocity.") if self._momentum is not None else ()))
+        return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
 
 
 def _check_finite(state: Tensor) -> None:
     """Raises: TrainingFailed: our own parameters are not numbers any more, so that nobody may get them."""
     if not np.isfinite(flat.norm(state)):
         raise TrainingFailed("training stopped: the parameters are not finite; the run's schedule.learning_rate may be too high")
-
-
-def needs(manifest: Manifest) -> dict[str, int]:
-    """Bytes of memory that training one block takes, by what they are for, without PyTorch's own some 300 MB."""
-    shapes = flat.shapes_of(manifest)
-    size = flat.count(shapes)
-    model, settings = manifest.model, manifest.optimizer
-    tokens = settings.batch // settings.accumulate * model.context
-    per_token = model.layers * 22 * model.width + 4 * model.width + 3 * model.vocabulary  # what backward keeps, floats
-    return {
-        "parameters": 4 * size,
-        "gradients": 4 * size,
-        "optimizer": 8 * size + 4 * len(shapes),
-        "published state and spare block": 8 * size,
-        "an exchange": 6 * 4 * size,  # two payloads, two decoded, the merge and its difference
-        "activations": 4 * tokens * per_token,
-        "serving": 8 * size,
-    }
