@@ -99,7 +99,7 @@ class Bf16(_Whole):
         return 2 * size
 
     def encode(self, state_P: Tensor, reference_P: Tensor | None = None) -> memoryview:
-        bits = np.empty(state_P.numel(), np.int16)
+        bits = flat.memory(2 * state_P.numel()).view(np.int16)
         half = torch.from_numpy(bits).view(torch.bfloat16)
         for piece in flat.pieces(state_P.numel()):
             half[piece].copy_(state_P[piece])
@@ -127,7 +127,7 @@ class Int8(_Whole):
     def encode(self, state_P: Tensor, reference_P: Tensor | None = None) -> memoryview:
         size = state_P.numel()
         scales = np.empty(_blocks(size, INT8_BLOCK), "<f4")
-        out = np.empty(self.encoded_bytes(size), np.uint8)
+        out = flat.memory(self.encoded_bytes(size))
         values = torch.from_numpy(out[4 * len(scales) :].view(np.int8))
         for piece in flat.pieces(size):
             rows = _rows(state_P[piece], INT8_BLOCK)
@@ -178,7 +178,7 @@ class Sparse(_Whole):
     def encode(self, state_P: Tensor, reference_P: Tensor | None = None) -> memoryview:
         assert reference_P is not None, "a sparse snapshot needs a reference"
         size = state_P.numel()
-        out = np.empty(self.encoded_bytes(size), np.uint8)
+        out = flat.memory(self.encoded_bytes(size))
         sizes, maps, values = self._parts(out, size)
         for piece in flat.pieces(size):
             rows = _rows(state_P[piece] - reference_P[piece], SPARSE_BLOCK)
