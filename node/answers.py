@@ -19,7 +19,7 @@ def about(result: Generation, report: Report) -> str:
     """A few lines for people."""
     route = f" over a {report.route}" if report.peers[1:] else ""
     words = [
-        f"{result.mode}{route}: {result.tokens} tokens in {result.traversals} traversals "
+        f"{result.mode}{route}{', drafted here' if report.drafted_here else ''}: {result.tokens} tokens in {result.traversals} traversals "
         f"({result.tokens_per_traversal:.1f} each), {result.tokens_per_s:.1f} tokens/s, seed {result.sampling.seed}",
         ", ".join(f"block {block} at {short(peer) or 'home'} (round {round})" for block, peer, round, _ in report.peers),
     ]
@@ -65,6 +65,7 @@ def origin(result: Generation, report: Report) -> dict[str, object]:
     return {
         "mode": result.mode,
         "route": report.route,
+        "drafted_here": report.drafted_here,
         "blocks": list(result.blocks),
         "missing": list(result.missing),
         "peers": peers_json(report),

@@ -30,7 +30,7 @@ HELP: Final = "a line is a prompt; an empty one goes on from where the text stan
 async def generate(config: ClientConfig, wish: GenerateConfig, prompt: bytes, runtime: Runtime) -> int:
     """`blocktrain generate`: the text as it comes, or one JSON object at the end."""
     logs.setup("warning")
-    async with open_model(config, wish.model, runtime, wish.route) as model:
+    async with open_model(config, wish.model, runtime, wish.route, wish.drafter) as model:
         tokenizer = _tokenizer(model.manifest, wish.tokenizer)
         seed = wish.seed if wish.seed is not None else runtime.rng.getrandbits(62)
         request = request_for(wish, tokens_of(tokenizer, prompt), seed)
@@ -48,7 +48,7 @@ async def generate(config: ClientConfig, wish: GenerateConfig, prompt: bytes, ru
 async def chat(config: ClientConfig, wish: ChatConfig, runtime: Runtime) -> int:
     """`blocktrain chat`: a loop of prompts; each answer goes on from all the text before it."""
     logs.setup("warning")
-    async with open_model(config, wish.model, runtime, wish.route) as model:
+    async with open_model(config, wish.model, runtime, wish.route, wish.drafter) as model:
         tokenizer = _tokenizer(model.manifest, wish.tokenizer)
         if sys.stdin.isatty():
             print(f"{model.manifest.name}: {HELP}", file=sys.stderr)

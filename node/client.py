@@ -13,7 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from blocktrain.node import identity as identities
 from blocktrain.node.compute.evaluation import ChainLoss, chain_loss
@@ -25,13 +25,19 @@ from blocktrain.node.launch import AGENT, look
 from blocktrain.node.local import read_local
 from blocktrain.node.network import Net, open_network
 from blocktrain.node.runtime import Runtime
+from blocktrain.node.status import Status
 from blocktrain.node.transport import Met
 from blocktrain.node.traversal import Report, SwarmChain
+from blocktrain.protocol import ids
 from blocktrain.protocol.errors import NetworkFault, PeerFault, UsageError
 from blocktrain.protocol.handshake import Greeting
 from blocktrain.protocol.ids import PeerId
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.membership import Members
+from blocktrain.protocol.sweep import SPECULATIVE
+
+if TYPE_CHECKING:
+    from blocktrain.node.compute.drafting import Drafter
 
 log = logging.getLogger("blocktrain.client")
 
@@ -40,6 +46,7 @@ LOOK_PAUSE_S: Final = 0.5
 LOOK_EVERY_S: Final = 5.0  # while a client lives: well below an announcement's life
 LOOK_TIMEOUT_S: Final = 2.0  # while somebody waits for a text
 PING_TIMEOUT_S: Final = 1.5
+MOST_ASKED: Final = 4  # peers who may remember who held a block
 MOST_PINGED: Final = 8  # holders of a block whose round trip is measured before one is chosen
 
 Decode = Callable[[Sequence[int], bool], bytes]
@@ -69,6 +76,7 @@ class SwarmClient:
         self.runtime = runtime
         self.route = route
         self.members = Members(manifest.run, manifest.blocks, net.directory.peer)
+        self.drafter: Drafter | None = None  # a block of our own that drafts; none: the first holder does
         self._pinged: set[PeerId] = set()
         net.transport.on_hello = self._met
 
@@ -111,6 +119,7 @@ class SwarmClient:
                 return
             await asyncio.sleep(LOOK_PAUSE_S)
             await self.look()
+        await self._ask_who_was_there()
 
     @contextlib.asynccontextmanager
     async def chain(self, *, require_all: bool = True) -> AsyncIterator[SwarmChain]:
@@ -133,7 +142,9 @@ class SwarmClient:
     async def generate(self, request: Request, decode: Decode | None = None) -> AsyncIterator[tuple[TextSweep, Report]]:
         request.check(self.manifest)
         async with self.chain(require_all=not request.allow_missing) as chain:
-            yield TextSweep(chain, self.manifest, request, decode=decode), chain.report
+            chain.report.drafted_here = self.drafter is not None and request.mode == SPECULATIVE
+            travels = self.drafter.over(chain) if self.drafter is not None and request.mode == SPECULATIVE else chain
+            yield TextSweep(travels, self.manifest, request, decode=decode), chain.report
 
     async def loss(self, windows: Sequence[Sequence[int]]) -> tuple[ChainLoss, Report]:
         async with self.chain() as chain:
@@ -159,6 +170,22 @@ class SwarmClient:
         self._pinged |= strangers
         await asyncio.gather(*(ping(peer) for peer in strangers))
 
+    async def _ask_who_was_there(self) -> None:
+        """Who holds other blocks remembers who held one that nobody holds now: for longer than records live."""
+        now = self.runtime.clock()
+        absent = {block for block in self.members.missing(now, None) if self.members.last_seen(block) is None}
+        asked = [member.peer for member in self.members.everybody(now) if not member.avoided_s][:MOST_ASKED] if absent else []
+
+        async def hear(peer: PeerId) -> None:
+            with contextlib.suppress(NetworkFault, PeerFault):
+                body = await ask(self.net.transport, peer, "status", timeout_s=PING_TIMEOUT_S)
+                for row in Status.from_json(bytes(body)).absent:
+                    if row.block in absent and row.seen_s_ago is not None:
+                        ids.peer_bytes(PeerId(row.peer))
+                        self.members.hearsay(row.block, PeerId(row.peer), now - row.seen_s_ago)
+
+        await asyncio.gather(*(hear(peer) for peer in asked))
+
     async def _keep_looking(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -167,8 +194,10 @@ class SwarmClient:
 
 
 @contextlib.asynccontextmanager
-async def open_model(config: ClientConfig, file: Path | None, runtime: Runtime, route: str = "auto") -> AsyncIterator[Model]:
-    """The swarm's model, or the one in a file.
+async def open_model(
+    config: ClientConfig, file: Path | None, runtime: Runtime, route: str = "auto", drafter: Path | None = None
+) -> AsyncIterator[Model]:
+    """The swarm's model, or the one in a file. `drafter`: a file with a block that drafts here.
 
     Raises: UsageError, Unreachable, NoPeers, RefusedBySwarm: in one line.
     """
@@ -177,10 +206,21 @@ async def open_model(config: ClientConfig, file: Path | None, runtime: Runtime, 
 
         if config.initial_peers:
             raise UsageError("--model answers without the swarm: leave out --initial-peers")
+        if drafter is not None:
+            raise UsageError("--drafter drafts for the swarm: leave it out with --model")
         yield await asyncio.to_thread(OfflineModel.load, file)
         return
     async with SwarmClient.connect(config, runtime, route) as swarm:
-        yield swarm
+        if drafter is None:
+            yield swarm
+            return
+        from blocktrain.node.compute.drafting import Drafter
+
+        swarm.drafter = await asyncio.to_thread(Drafter.load, drafter, swarm.manifest)
+        try:
+            yield swarm
+        finally:
+            swarm.drafter.close()
 
 
 def _local_addresses(runtime: Runtime) -> tuple[str, ...]:

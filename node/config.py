@@ -191,6 +191,9 @@ class TextConfig:
     )
     allow_missing: bool = setting(False, "Go on without a block that nobody holds; the answer says so.")
     model: Path | None = setting(None, "Answer from this file, made by `blocktrain export`, without the swarm.")
+    drafter: Path | None = setting(
+        None, "Let the first block in this file, made by `blocktrain export`, draft here: a star then takes one round trip a traversal."
+    )
     tokenizer: Path | None = setting(None, "The run's tokenizer file, where its tokens are not bytes.")
 
 
@@ -231,6 +234,9 @@ class GatewayConfig:
         8000, "Port to listen on; 0 takes a free one, and says it."
     )
     model: Path | None = setting(None, "Answer from this file, made by `blocktrain export`, without the swarm.")
+    drafter: Path | None = setting(
+        None, "Let the first block in this file, made by `blocktrain export`, draft here: a star then takes one round trip a traversal."
+    )
     tokenizer: Path | None = setting(None, "The run's tokenizer file, where its tokens are not bytes.")
     route: Annotated[str, Parameter(validator=_one_of(ROUTES))] = setting(
         "auto", "chain (from holder to holder), star (all are asked by us), or auto: what the measured round trips favour."

@@ -22,7 +22,7 @@ from aiohttp import web
 from blocktrain.node import answers, logs, wishes
 from blocktrain.node.asking import decoder
 from blocktrain.node.client import Model, open_model
-from blocktrain.node.compute.generation import Generation, Request, Utf8
+from blocktrain.node.compute.generation import Generation, Piece, Request, Utf8
 from blocktrain.node.config import ClientConfig, GatewayConfig
 from blocktrain.node.runtime import Runtime
 from blocktrain.node.tokenizer import BYTES, Tokenizer, load_tokenizer
@@ -35,6 +35,7 @@ MAX_BODY_BYTES: Final = 4 * 1024 * 1024
 RETRY_AFTER_S: Final = 1.0
 STOP_S: Final = 1.0  # for answers under way when we are told to stop
 LOCAL_NAMES: Final = ("localhost", "127.0.0.1", "::1")
+LOGPROBS: Final = ("tokens", "token_logprobs", "text_offset", "top_logprobs")
 Json = dict[str, object]
 
 
@@ -163,9 +164,9 @@ class Gateway:
     async def _pieces(self, request: Request, text: Choice, answer: Json, results: list[Generation]) -> AsyncIterator[Json]:
         async with self._model.generate(request, decoder(self._tokenizer, request.prompt)) as (sweep, report):
             if text.prompt_shown:
-                yield text.piece(text.prompt_shown, (), ())
+                yield text.piece(Piece(text.prompt_shown, (), ()))
             async for piece in sweep.pieces():
-                yield text.piece(piece.data, piece.tokens, piece.log_probs)
+                yield text.piece(piece)
             results.append(sweep.result())
             answer["blocktrain"] = {**answers.origin(results[-1], report), "prompt_unseen": results[-1].prompt_unseen}
 
@@ -189,34 +190,37 @@ class Choice:
         self._offset = 0
         self.prompt_shown = wish.prompts[index] if wish.echo else b""
 
-    def piece(self, data: bytes, tokens: tuple[int, ...], log_probs: tuple[float, ...]) -> Json:
-        return self._choice(self._utf8.feed(data), None, tokens, log_probs)
+    def piece(self, piece: Piece) -> Json:
+        return self._choice(self._utf8.feed(piece.data), None, piece)
 
     def end(self, result: Generation) -> Json:
-        return self._choice(self._utf8.feed(b"", last=True), result.finish, (), ())
+        return self._choice(self._utf8.feed(b"", last=True), result.finish, Piece(b"", (), ()))
 
     def whole(self, pieces: list[Json], result: Generation) -> Json:
         """All pieces as one."""
         parts = [*pieces, self.end(result)]
         whole: Json = {**parts[-1], "text": "".join(str(part["text"]) for part in parts)}
-        if self._logprobs:
-            rows = [part["logprobs"] for part in parts]
-            whole["logprobs"] = {
-                key: [value for row in rows if isinstance(row, dict) for value in row[key]]
-                for key in ("tokens", "token_logprobs", "text_offset")
-            } | {"top_logprobs": None}
+        rows = [part["logprobs"] for part in parts]
+        if self._logprobs is not None:
+            whole["logprobs"] = {key: _joined([row[key] for row in rows if isinstance(row, dict)]) for key in LOGPROBS}
         return whole
 
-    def _choice(self, text: str, finish: str | None, tokens: tuple[int, ...], log_probs: tuple[float, ...]) -> Json:
-        scores: Json | None = None
-        if self._logprobs:
-            names = [self._name(token) for token in tokens]
-            offsets = []
-            for name in names:
-                offsets.append(self._offset)
-                self._offset += len(name) if not name.startswith("bytes:") else 1
-            scores = {"tokens": names, "token_logprobs": list(log_probs), "text_offset": offsets, "top_logprobs": None}
+    def _choice(self, text: str, finish: str | None, piece: Piece) -> Json:
+        scores = None if self._logprobs is None else self._scores(piece)
         return {"index": self._index, "text": text, "finish_reason": finish, "logprobs": scores}
+
+    def _scores(self, piece: Piece) -> Json:
+        """As OpenAI has it: beside the likeliest tokens the chosen one stands too, so there may be one more than was asked for."""
+        names = [self._name(token) for token in piece.tokens]
+        offsets = []
+        for name in names:
+            offsets.append(self._offset)
+            self._offset += len(name) if not name.startswith("bytes:") else 1
+        top = [
+            {self._name(token): log_prob for token, log_prob in reversed((*ranked, chosen))}  # of tokens with one name, the likeliest
+            for ranked, chosen in zip(piece.likeliest, zip(piece.tokens, piece.log_probs, strict=True), strict=bool(self._logprobs))
+        ]
+        return dict(zip(LOGPROBS, (names, list(piece.log_probs), offsets, top if self._logprobs else None), strict=True))
 
     def _name(self, token: int) -> str:
         """A token as text, a byte that is none by itself as OpenAI writes it."""
@@ -231,7 +235,7 @@ async def run(config: ClientConfig, wish: GatewayConfig, runtime: Runtime) -> in
     Raises: UsageError: the address cannot be listened on; and whatever finding the swarm raises.
     """
     logs.setup("warning")
-    async with open_model(config, wish.model, runtime, wish.route) as model:
+    async with open_model(config, wish.model, runtime, wish.route, wish.drafter) as model:
         tokenizer = load_tokenizer(model.manifest.tokenizer, model.manifest.model.vocabulary, wish.tokenizer)
         async with listening(model, tokenizer, wish, runtime) as url:
             if wish.json:
@@ -259,6 +263,10 @@ async def listening(model: Model, tokenizer: Tokenizer, wish: GatewayConfig, run
         yield f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
     finally:
         await asyncio.shield(runner.cleanup())
+
+
+def _joined(parts: list[list[object] | None]) -> list[object] | None:
+    return None if None in parts else [value for part in parts for value in part or ()]
 
 
 async def _event(response: web.StreamResponse, data: Json) -> None:

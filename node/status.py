@@ -91,6 +91,7 @@ class Status:
     learning_rate: float | None = schema.field(_Maybe(_NUMBER), None)
     peers: tuple[PeerStatus, ...] = schema.field(Many(_Row(PeerStatus), MAX_PEERS_SHOWN), ())
     coverage: tuple[int, ...] = schema.field(Many(_COUNT, limits.MAX_BLOCKS), ())  # replicas of each block, ourselves included
+    absent: tuple[PeerStatus, ...] = schema.field(Many(_Row(PeerStatus), limits.MAX_BLOCKS), ())  # who last held what nobody holds now
     accepted: int = schema.field(_COUNT, 0)
     late: int = schema.field(_COUNT, 0)
     refused: int = schema.field(_COUNT, 0)
@@ -141,7 +142,7 @@ def _fit(table: dict[str, Any], cls: type) -> dict[str, Any]:
     """Our own values as the rules allow them: no NaN, no endless words, no control characters."""
     out: dict[str, Any] = {}
     for name, value in table.items():
-        if name == "peers":
+        if name in ("peers", "absent"):
             out[name] = [_fit(row, PeerStatus) for row in value]
         elif isinstance(value, float) and not math.isfinite(value):
             out[name] = None if isinstance(_rule(cls, name), _Maybe) else 0.0

@@ -22,7 +22,7 @@ from blocktrain.node.legs import Broken, Leg, Session
 from blocktrain.node.ports import Transport
 from blocktrain.protocol import chains, sweep
 from blocktrain.protocol.chains import Chain, Hop
-from blocktrain.protocol.errors import NetworkFault, NoPeers
+from blocktrain.protocol.errors import NetworkFault, NoPeers, UsageError
 from blocktrain.protocol.ids import NO_DIGEST, PeerId
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.membership import Members
@@ -50,6 +50,7 @@ class Report:
     route: Route = "chain"
     compute_s: float = 0.0
     traversals: int = 0
+    drafted_here: bool = False  # by a block that the client holds, not by the first holder
 
 
 @dataclass
@@ -97,6 +98,9 @@ class SwarmChain:
         self.report = Report()
 
     async def __aenter__(self) -> SwarmChain:
+        """Raises: NoPeers: a block has no holder. UsageError: a route that the run's objective does not have."""
+        if self._shape.sequential and self._wish == "star":
+            raise UsageError(f"route star: blocks of {self.manifest.objective!r} hand z on, one to the next; use chain or auto")
         self._chain = chains.plan(self._members, self.manifest.blocks, self._clock(), self._rng, require_all=self._require_all)
         self.report.missing = list(self._chain.missing)
         return self
@@ -153,7 +157,7 @@ class SwarmChain:
         return session
 
     def _route(self, step: Step) -> Route:
-        if len(self.chain.hops) == 1 or (step.noisy and self._wish == "auto"):
+        if len(self.chain.hops) == 1 or ((step.noisy or self._shape.sequential) and self._wish == "auto"):
             return "chain"  # z goes from block to block: asking everybody takes B turns then
         if self._wish == "auto":
             return chains.cheaper_route(self.chain, drafts=step.draft > 0)
@@ -166,7 +170,7 @@ class SwarmChain:
             await session.send(session.legs[0], step)
             leg, scored, body = await session.answer(step.sequence, usual_s=usual_s)
             self._check(leg, step, scored, body)
-        elif step.noisy:
+        elif step.noisy or self._shape.sequential:
             scored, body = await self._relay(session, step, usual_s)
         else:
             scored, body = await self._star(session, step, usual_s)
@@ -208,13 +212,16 @@ class SwarmChain:
         return replace(head, blocks=tuple(order), compute_s=compute_s), memoryview(total.tobytes() + bytes(head_body[size:]))
 
     async def _relay(self, session: Session, step: Step, usual_s: float) -> tuple[Scored, memoryview]:
-        """From holder to holder by way of us: for noisy windows, where the holders cannot reach each other."""
+        """From holder to holder by way of us: where z travels, and the holders cannot reach each other."""
         body = memoryview(b"")
         for leg in session.legs:
             await session.send(leg, step, bytes(body))
             _, scored, body = await session.answer(step.sequence, usual_s=usual_s)
             self._check(leg, step, scored, body)
-            step = replace(step, blocks=scored.blocks, compute_s=scored.compute_s)
+            drafted = scored.tokens if step.draft else b""
+            step = replace(
+                step, blocks=scored.blocks, compute_s=scored.compute_s, tokens=step.tokens + drafted, draft=0, drafted=scored.drafted
+            )
         return scored, body
 
     def _check(self, leg: Leg, step: Step, scored: Scored, body: memoryview) -> None:
@@ -224,11 +231,11 @@ class SwarmChain:
         """
         blocks = tuple(hop.block for hop in self.chain.hops) if self.report.route == "chain" else (*step.blocks, leg.hop.block)
         rows = step.rows * step.want + sweep.rows_of_draft(scored.drafted)
-        z_bytes = (step.want - 1) * self._shape.width * sweep.HALF_BYTES if step.noisy else 0
+        z_bytes = sweep.rows_of_z(step, self._shape, step.draft) * self._shape.z_bytes
         fits = (
             leg.hop.block == blocks[-1]
             and scored.blocks == blocks
-            and (scored.want, scored.drafted) == (step.want, step.draft)
+            and (scored.want, scored.drafted) == (step.want, step.draft + step.drafted)
             and len(scored.tokens) == scored.drafted * self._shape.token_bytes
             and len(body) == rows * self._shape.row_bytes + z_bytes
         )

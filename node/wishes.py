@@ -69,7 +69,7 @@ class Wish:
     requests: tuple[Request, ...]  # prompts x n, in the order of the answer's choices
     stream: bool
     usage_in_stream: bool
-    logprobs: bool
+    logprobs: int | None  # how many of the likeliest are told beside each chosen token; None: no log-probabilities at all
     echo: bool
 
 
@@ -87,9 +87,7 @@ def read(body: object, manifest: Manifest, tokenizer: Tokenizer, most_tokens: in
     n = _whole(body, "n", 1, 1, MAX_CHOICES)
     if n * len(prompts) > MAX_CHOICES:
         raise Refused(400, f"{n * len(prompts)} texts are asked for; at most {MAX_CHOICES} at a time", param="n")
-    logprobs = body.get("logprobs")
-    if logprobs is not None:
-        _whole(body, "logprobs", 0, 0, MAX_LOGPROBS)
+    logprobs = None if body.get("logprobs") is None else _whole(body, "logprobs", 0, 0, MAX_LOGPROBS)
     stream_options = body.get("stream_options") or {}
     if not isinstance(stream_options, dict):
         raise Refused(400, "stream_options must be an object", param="stream_options")
@@ -106,6 +104,7 @@ def read(body: object, manifest: Manifest, tokenizer: Tokenizer, most_tokens: in
         window=_whole(body, "window", 64, 1, 64),
         substeps=_whole(body, "substeps", 1, 1, 16),
         stop=_stops(body.get("stop")),
+        alternatives=logprobs or 0,
         allow_missing=_flag(body, "allow_missing"),
     )
     requests = []
@@ -123,7 +122,7 @@ def read(body: object, manifest: Manifest, tokenizer: Tokenizer, most_tokens: in
         tuple(requests),
         stream,
         bool(stream_options.get("include_usage")),
-        logprobs is not None,
+        logprobs,
         echo,
     )
 

@@ -295,6 +295,12 @@ class Members:
         self._look(block)
         return self._last.get(block)
 
+    def hearsay(self, block: int, peer: PeerId, at: float) -> None:
+        """Somebody says who held a block, and when. It is only ever told on: nobody is called because of it."""
+        known = self.last_seen(block)
+        if 0 <= block < self.blocks and (known is None or known[1] < at):
+            self._last[block] = (peer, at)
+
     def choosers(self, now: float) -> list[tuple[PeerId, int]]:
         """Who says that it would hold which block, unless others are better placed (placement.py). They count for nothing else."""
         self._look_everywhere()

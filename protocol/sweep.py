@@ -34,6 +34,7 @@ NEWLINE: Final = 10  # what an empty prompt starts from: the end of a line that 
 MAX_DRAFT: Final = 256  # as the field's rule in messages.Step
 MAX_WINDOW: Final = 64  # positions of a one-sweep window, the known one before it included: no longer ones are trained
 MAX_STEP_POSITIONS: Final = 16384  # rows x positions of one step, so that none holds a holder's thread for long
+SEQUENTIAL: Final = ("diffusionblocks",)  # objectives whose blocks hand z on; the others' blocks add up what they say
 HALF_BYTES: Final = 2  # log-probabilities and z travel as fp16
 
 # What a random number decides. One number a purpose and position, so that no decision shares its chance with another.
@@ -51,10 +52,12 @@ class Shape:
     context: int  # T
     width: int  # d, for z
     blocks: int  # B
+    sequential: bool = False  # every position carries z from block to block, and the last block is read
 
     @classmethod
     def of(cls, manifest: Manifest) -> Shape:
-        return cls(manifest.model.vocabulary, manifest.model.context, manifest.model.width, manifest.blocks)
+        model = manifest.model
+        return cls(model.vocabulary, model.context, model.width, manifest.blocks, manifest.objective in SEQUENTIAL)
 
     @property
     def token_bytes(self) -> int:
@@ -72,8 +75,23 @@ class Shape:
 
     @property
     def step_tokens(self) -> int:
-        """How many tokens one step can carry."""
-        return limits.MAX_TOKEN_BYTES // self.token_bytes
+        """How many tokens one step can carry; where each has a z, half of a frame is for those."""
+        most = limits.MAX_TOKEN_BYTES // self.token_bytes
+        return min(most, limits.MAX_BODY_BYTES // (2 * self.z_bytes)) if self.sequential else most
+
+    @property
+    def z_bytes(self) -> int:
+        """One position's z on the wire."""
+        return self.width * HALF_BYTES
+
+    @property
+    def score_bytes(self) -> int:
+        """Of one frame, for log-probabilities."""
+        return limits.MAX_BODY_BYTES // 2 if self.sequential else limits.MAX_BODY_BYTES
+
+    def terms(self, blocks: int) -> int:
+        """How many blocks' log-probabilities an answer of so many blocks holds in each row."""
+        return 1 if self.sequential else blocks
 
 
 # ---- positions and chance -------------------------------------------------------------------------------------------------------
@@ -140,6 +158,7 @@ class Work:
     cached: int  # positions in the cache afterwards
     score_bytes: int  # of the outgoing body: rows x want x vocabulary
     draft_rows: int  # rows of the drafter's own behind them, coming in or to be made here
+    z_rows: int  # positions whose z comes in at the end of the body
 
 
 def check_step(step: Step, body_bytes: int, shape: Shape, *, block: int, cached: int) -> Work:
@@ -176,16 +195,23 @@ def check_step(step: Step, body_bytes: int, shape: Shape, *, block: int, cached:
     unknown = step.want - 1 if step.noisy else 0
     draft_rows = rows_of_draft(step.drafted)
     score_bytes = step.rows * step.want * shape.row_bytes
-    z_bytes = unknown * shape.width * HALF_BYTES
-    expected = score_bytes + draft_rows * shape.row_bytes + z_bytes if step.blocks else 0
+    z_rows = rows_of_z(step, shape)
+    expected = score_bytes + draft_rows * shape.row_bytes + z_rows * shape.z_bytes if step.blocks else 0
     if body_bytes != expected:
         raise Malformed(f"a body of {body_bytes} bytes where {expected} are due")
     draft_rows = max(draft_rows, rows_of_draft(step.draft))
-    if score_bytes + draft_rows * shape.row_bytes + z_bytes > limits.MAX_BODY_BYTES:
+    if score_bytes + draft_rows * shape.row_bytes + rows_of_z(step, shape, step.draft) * shape.z_bytes > limits.MAX_BODY_BYTES:
         raise Malformed(f"{step.rows} x {step.want} positions do not fit one frame")
     known = length - unknown
     after = step.position + known + step.draft if step.rows == 1 else cached
-    return Work(tokens[: known * step.rows], known, unknown, after, score_bytes, draft_rows)
+    return Work(tokens[: known * step.rows], known, unknown, after, score_bytes, draft_rows, z_rows)
+
+
+def rows_of_z(step: Step, shape: Shape, drafted: int = 0) -> int:
+    """How many positions' z follow the rows: the unknown ones; in a sequential sweep all that a step names, and those drafted since."""
+    if shape.sequential:
+        return len(step.tokens) // shape.token_bytes + drafted
+    return step.want - 1 if step.noisy else 0
 
 
 def rows_of_draft(drafted: int) -> int:
@@ -261,10 +287,10 @@ class Continuation:
     def _reach(self, mode: str, width: int) -> int:
         """The width that a mode, a frame's body and the rules of a step allow."""
         if mode == SPECULATIVE:
-            return min(max(width, 1), MAX_DRAFT, limits.MAX_BODY_BYTES // (2 * self.shape.row_bytes) - 1)
+            return min(max(width, 1), MAX_DRAFT, self.shape.score_bytes // (2 * self.shape.row_bytes) - 1)
         if mode == ONE_SWEEP:
-            per_position = self.shape.row_bytes + self.shape.width * HALF_BYTES
-            return max(0, min(width, MAX_WINDOW - 1, limits.MAX_BODY_BYTES // per_position - 1))
+            per_position = self.shape.row_bytes + self.shape.z_bytes
+            return max(0, min(width, MAX_WINDOW - 1, self.shape.score_bytes // per_position - 1))
         return 0
 
     def settle(self, step: Step, tokens: Sequence[int], kept: int) -> None:

@@ -44,7 +44,7 @@ PROMPT = tuple(b"The river")
 def state_of(number: int, seed: int = 0, manifest: Manifest = MANIFEST) -> memoryview:
     """The bytes of a block whose every weight is random; blocks agree about as often as trained ones (the same head)."""
     block = Block(manifest, number).requires_grad_(False)
-    block.head.copy_(Block(manifest, 0).head * 2)
+    block.head.copy_(Block(manifest, 0).head * (6 if block.literal else 2))
     generator = torch.Generator().manual_seed(seed)
     for parameter in block.parameters():
         if not parameter.any():
@@ -67,14 +67,16 @@ class Place:
         self.server.refresh(Published(round, flat.digest(state)), state)
 
 
-async def serve(transport: Transport, peer: PeerId, block: int, *, seed: int = 0, idle_s: float = 60.0, **more: int) -> Place:
+async def serve(
+    transport: Transport, peer: PeerId, block: int, *, seed: int = 0, idle_s: float = 60.0, manifest: Manifest = MANIFEST, **more: int
+) -> Place:
     """Hold a block on a transport, with the state of round 1."""
-    server = TorchServer(MANIFEST, block, **more)  # type: ignore[arg-type]
-    place = Place(peer, block, Holder(MANIFEST, block, server, transport, idle_s=idle_s), server, transport)
-    place.publish(1, state_of(block, seed))
+    server = TorchServer(manifest, block, **more)  # type: ignore[arg-type]
+    place = Place(peer, block, Holder(manifest, block, server, transport, idle_s=idle_s), server, transport)
+    place.publish(1, state_of(block, seed, manifest))
     await transport.serve(SWEEP, place.holder.handle_sweep)
     await transport.serve(LINK, place.holder.handle_link)
-    await transport.serve(INFO, Info(MANIFEST, lambda: "{}").handle)
+    await transport.serve(INFO, Info(manifest, lambda: "{}").handle)
     return place
 
 
@@ -85,27 +87,28 @@ class World:
     swarm: Swarm = field(default_factory=Swarm)
     places: dict[str, Place] = field(default_factory=dict)
     looks: int = 0
+    manifest: Manifest = MANIFEST
 
     def __post_init__(self) -> None:
-        self.client = self.swarm.node("client", Greeting(MANIFEST, "test"))
-        self.members = Members(MANIFEST.run, MANIFEST.blocks, self.client.peer)
+        self.client = self.swarm.node("client", Greeting(self.manifest, "test"))
+        self.members = Members(self.manifest.run, self.manifest.blocks, self.client.peer)
 
     async def add(self, *names: str, **more: int) -> None:
         for name in names:
-            twin = self.swarm.node(name, Greeting(MANIFEST, "test"))
-            self.places[name] = await serve(twin.transport, twin.peer, int(name[1:]), **more)
+            twin = self.swarm.node(name, Greeting(self.manifest, "test"))
+            self.places[name] = await serve(twin.transport, twin.peer, int(name[1:]), manifest=self.manifest, **more)
             self.places[name].twin = twin
             self.announce(name)
 
     def announce(self, name: str, load: float = 0.0) -> None:
         place, now = self.places[name], time.time()
         digest = place.server._states[-1].published.digest
-        self.members.observe(announced(place.peer, place.block, digest, now, load), now)
+        self.members.observe(announced(place.peer, place.block, digest, now, load, self.manifest), now)
 
     def leave(self, name: str) -> None:
         """Say goodbye, as a node does that stops."""
         place, now = self.places[name], time.time()
-        seen = announced(place.peer, place.block, place.server._states[-1].published.digest, now + 1)
+        seen = announced(place.peer, place.block, place.server._states[-1].published.digest, now + 1, manifest=self.manifest)
         self.members.observe(replace(seen, announcement=replace(seen.announcement, phase="left")), now)
 
     def prefer(self, *names: str) -> None:
@@ -119,7 +122,7 @@ class World:
     def chain(self, **more: object) -> SwarmChain:
         return SwarmChain(
             self.client.transport,
-            MANIFEST,
+            self.manifest,
             self.members,
             look=self.look,
             clock=time.time,
@@ -136,8 +139,8 @@ class World:
             await place.server.stop()
 
 
-def announced(peer: PeerId, block: int, digest: Digest, now: float, load: float = 0.0) -> Seen:
-    return Seen(peer, Announcement(MANIFEST.run, block, "training", 1, digest, 100.0, load, 1, 1), now + 100)
+def announced(peer: PeerId, block: int, digest: Digest, now: float, load: float = 0.0, manifest: Manifest = MANIFEST) -> Seen:
+    return Seen(peer, Announcement(manifest.run, block, "training", 1, digest, 100.0, load, 1, 1), now + 100)
 
 
 def a_request(tokens: int = 40, seed: int = 7, **more: object) -> Request:
@@ -146,7 +149,7 @@ def a_request(tokens: int = 40, seed: int = 7, **more: object) -> Request:
 
 async def written(chain: SwarmChain, request: Request, after: Sequence[Callable[[], None]] = ()) -> Generation:
     """The whole text; after the first piece the first of `after` is called, and so on."""
-    text = TextSweep(chain, MANIFEST, request)
+    text = TextSweep(chain, chain.manifest, request)
     todo = list(after)
     async for _ in text.pieces():
         if todo:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from random import Random
 
 import aiohttp
+import numpy as np
 import openai
 import pytest
 
@@ -19,6 +20,7 @@ from blocktrain.node.client import Decode
 from blocktrain.node.compute.evaluation import ChainLoss
 from blocktrain.node.compute.generation import Request, TextSweep
 from blocktrain.node.compute.model import Block
+from blocktrain.node.compute.offline import OfflineChain
 from blocktrain.node.compute.takehome import OfflineModel
 from blocktrain.node.compute.worker import load_block
 from blocktrain.node.config import GatewayConfig
@@ -28,6 +30,8 @@ from blocktrain.node.tokenizer import Bytes
 from blocktrain.node.traversal import Report
 from blocktrain.protocol.errors import NetworkFault, NoPeers
 from blocktrain.protocol.ids import Digest
+from blocktrain.protocol.messages import Step
+from blocktrain.protocol.sweep import window_start
 from tests.sweeping import MANIFEST, PROMPT, state_of
 
 WISH = {"model": "tiny", "prompt": "The river", "max_tokens": 30, "temperature": 0.9, "seed": 7}
@@ -142,7 +146,7 @@ async def test_the_models_are_listed(client: openai.AsyncOpenAI) -> None:
         await client.models.retrieve("other")
 
 
-async def test_stop_seed_echo_choices_and_log_probabilities(client: openai.AsyncOpenAI, home: OfflineModel) -> None:
+async def test_stop_seed_echo_and_choices(client: openai.AsyncOpenAI, home: OfflineModel) -> None:
     text = await at_home(home)
     stop = text[10:12].decode("latin-1") if text[10:12].isascii() else None
     if stop:
@@ -153,16 +157,55 @@ async def test_stop_seed_echo_choices_and_log_probabilities(client: openai.Async
     assert [choice.index for choice in echoed.choices] == [0, 1]
     assert echoed.choices[0].text == "The river" + text.decode("utf-8", "replace")
     assert echoed.choices[1].text != echoed.choices[0].text, "the second one has a seed of its own"
-    scored = await client.completions.create(**WISH, logprobs=1)  # type: ignore[arg-type]
-    scores = scored.choices[0].logprobs
-    assert scores is not None
-    assert len(scores.tokens or ()) == len(scores.token_logprobs or ()) == 30
-    assert all(value <= 0 for value in scores.token_logprobs or ())
     several = await client.completions.create(**{**WISH, "prompt": ["The river", [84, 104, 101]]})  # type: ignore[arg-type]
     assert len(several.choices) == 2
     empty = await client.completions.create(**{**WISH, "prompt": ""})  # type: ignore[arg-type]
     assert empty.usage is not None
     assert empty.usage.prompt_tokens == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_come_with_the_likeliest_tokens(client: openai.AsyncOpenAI, home: OfflineModel, stream: bool) -> None:
+    """Against the definition: each text so far is scored by itself, and its tokens are sorted."""
+    text = await at_home(home)
+    if stream:
+        events = [event async for event in await client.completions.create(**WISH, logprobs=3, stream=True)]  # type: ignore[call-overload]
+        parts = [event.choices[0].logprobs for event in events]
+    else:
+        parts = [(await client.completions.create(**WISH, logprobs=3)).choices[0].logprobs]  # type: ignore[arg-type]
+    tokens = [token for part in parts for token in part.tokens]
+    chosen = [value for part in parts for value in part.token_logprobs]
+    tops = [top for part in parts for top in part.top_logprobs]
+    assert len(tokens) == len(chosen) == len(tops) == len(text) == 30
+    assert tokens == [name_of(byte) for byte in text]
+    for place, (token, log_prob, top) in enumerate(zip(tokens, chosen, tops, strict=True)):
+        row = await row_after(home, [*PROMPT, *text[:place]])
+        scores = {name_of(byte): row[byte] for byte in range(256)}
+        assert top == pytest.approx({name: scores[name] for name in top}, abs=0.02), f"token {place}"
+        ranked = sorted(top.values())[-3:]
+        assert sorted(scores.values())[-3:] == pytest.approx(ranked, abs=0.02)
+        assert top[token] == log_prob
+        assert len(top) == (3 if log_prob >= ranked[0] else 4)
+
+
+async def test_without_a_number_only_the_chosen_tokens_are_scored(client: openai.AsyncOpenAI) -> None:
+    scores = (await client.completions.create(**WISH, logprobs=0)).choices[0].logprobs  # type: ignore[arg-type]
+    assert scores is not None
+    assert scores.top_logprobs is None
+    assert len(scores.token_logprobs or ()) == 30
+    assert (await client.completions.create(**WISH)).choices[0].logprobs is None  # type: ignore[arg-type]
+
+
+def name_of(byte: int) -> str:
+    return chr(byte) if byte < 128 else f"bytes:\\x{byte:02x}"
+
+
+async def row_after(home: OfflineModel, text: list[int]) -> list[float]:
+    """The chain's log-probabilities of the next byte, from a traversal of its own."""
+    async with OfflineChain(home.manifest, home.blocks) as chain:
+        _, body = await chain.traverse(Step(0, 0, 1, 1, bytes(text[window_start(len(text), home.manifest.model.context) :])))
+    mean = np.frombuffer(body, dtype="<f2").astype(np.float64) / home.manifest.blocks
+    return list(mean - np.log(np.exp(mean).sum()))
 
 
 async def test_our_own_settings_go_in_extra_body(client: openai.AsyncOpenAI, home: OfflineModel) -> None:

@@ -421,6 +421,7 @@ async def test_a_hostile_answer_is_refused(change, why: str) -> None:
         (Request(PROMPT, 5, window=65), "window is 65"),
         (Request(PROMPT, 5, substeps=0), "substeps is 0"),
         (Request(PROMPT, 5, stop=(b"",)), "stop string"),
+        (Request(PROMPT, 5, alternatives=21), "alternatives is 21"),
         (Request(PROMPT, 5, sampling=Sampling(temperature=float("nan"))), "temperature"),
         (Request(PROMPT, 5, sampling=Sampling(temperature=-1)), "temperature"),
         (Request(PROMPT, 5, sampling=Sampling(top_k=-1)), "top_k"),

@@ -9,13 +9,17 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from random import Random
 
+import openai
 import pytest
 
+from blocktrain.node import gateway
 from blocktrain.node.client import SwarmClient
 from blocktrain.node.compute.generation import Generation
+from blocktrain.node.config import GatewayConfig
 from blocktrain.node.identity import Identity
 from blocktrain.node.network import Net
 from blocktrain.node.runtime import Runtime
+from blocktrain.node.tokenizer import Bytes
 from blocktrain.node.traversal import Report
 from blocktrain.protocol.errors import NoPeers
 from blocktrain.protocol.handshake import Greeting
@@ -135,3 +139,23 @@ async def test_a_state_that_changes_under_a_text_is_not_mixed_into_it(swarm: Rea
     again, report = await text(client, then=publish)
     assert again.data == expected.data
     assert [row[2] for row in report.peers] == [1, 1, 1]
+
+
+async def test_the_gateway_asks_the_swarm_and_a_client_that_goes_away_frees_its_sessions(swarm: RealSwarm) -> None:
+    await swarm.hold(0, 1, 2)
+    client = await swarm.client()
+    config = GatewayConfig(port=0, max_tokens=100_000)
+    wish = {"model": "tiny", "prompt": "The river", "seed": 7, "temperature": 0.9}
+    async with gateway.listening(client, Bytes(), config, Runtime()) as url, openai.AsyncOpenAI(base_url=url, api_key="any") as api:
+        whole = await api.completions.create(**wish, max_tokens=60)  # type: ignore[call-overload]
+        origin = whole.model_extra["blocktrain"]
+        assert [row["peer"] for row in origin["peers"]] == [place.peer for place in swarm.places]
+        assert whole.choices[0].text == (await text(client))[0].text
+        stream = await api.completions.create(**wish, max_tokens=100_000, stream=True)  # type: ignore[call-overload]
+        async for _ in stream:
+            break
+        assert swarm.sessions()
+        await stream.close()
+        async with asyncio.timeout(20):
+            while swarm.sessions():  # noqa: ASYNC110 (what changes is inside the holders)
+                await asyncio.sleep(0.01)

@@ -67,7 +67,7 @@ class DiffusionBlocks:
     def contribute(
         self, block: Block, tokens_RN: Tensor, cache: Cache | None = None, noisy: Noisy | None = None, want: int | None = None
     ) -> Tensor:
-        """Positions without z read pure noise: a chain that adds these up reads the mean of its blocks, not the last."""
+        """Positions without z read pure noise, as the lab's mean over all blocks has it; in a sweep every one has a z."""
         logits: Tensor = block(tokens_RN, noisy, cache, want)
         return logits.log_softmax(-1)
 

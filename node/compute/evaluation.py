@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from blocktrain.node.compute.generation import Traversals, read_answer
-from blocktrain.protocol import limits, sweep
+from blocktrain.protocol import sweep
 from blocktrain.protocol.errors import UsageError
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.messages import Step
@@ -47,7 +47,7 @@ async def chain_loss(traversals: Traversals, manifest: Manifest, windows: Sequen
         step = Step(sequence=count, position=0, rows=len(batch), want=positions, tokens=inputs)
         scored, body = await traversals.traverse(step)
         sums, _ = read_answer(step, scored, body, shape)
-        total += _nats(sums.astype(np.float32) / len(scored.blocks), batch[:, 1:].ravel())
+        total += _nats(sums.astype(np.float32) / shape.terms(len(scored.blocks)), batch[:, 1:].ravel())
         everyone &= set(scored.blocks)
         count += 1
     tokens = len(windows) * positions
@@ -56,7 +56,7 @@ async def chain_loss(traversals: Traversals, manifest: Manifest, windows: Sequen
 
 
 def _frame_rows(shape: sweep.Shape, positions: int) -> int:
-    return limits.MAX_BODY_BYTES // (positions * shape.row_bytes)
+    return shape.score_bytes // (positions * shape.row_bytes)
 
 
 def _nats(means: npt.NDArray[np.floating[Any]], targets: npt.NDArray[np.int64]) -> float:

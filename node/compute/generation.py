@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from blocktrain.node.compute.sampling import Half, Row, chain_row, couple, distribution, draw
+from blocktrain.node.compute.sampling import Half, Row, chain_row, couple, distribution, draw, likeliest
 from blocktrain.protocol import sweep
 from blocktrain.protocol.errors import NoPeers, PeerFault, UsageError
 from blocktrain.protocol.manifest import Manifest
@@ -24,6 +24,9 @@ from blocktrain.protocol.messages import Scored, Step
 from blocktrain.protocol.sweep import ACCEPT, AUTOREGRESSIVE, DRAW, MODES, ONE_SWEEP, RESIDUAL, SPECULATIVE, TOKEN, Sampling, Shape
 
 MAX_SUBSTEPS: Final = 16  # as the field's rule in messages.Step
+MAX_ALTERNATIVES: Final = 20  # told for each token; more is a distribution, and nobody reads it
+
+Ranked = tuple[tuple[int, float], ...]  # tokens with their log-probabilities, the likeliest first
 
 
 class Traversals(Protocol):
@@ -50,6 +53,7 @@ class Request:
     window: int = sweep.MAX_WINDOW  # one-sweep: tokens of one traversal
     substeps: int = 1  # one-sweep: steps of z inside each block
     stop: tuple[bytes, ...] = ()  # the text ends before the first of these
+    alternatives: int = 0  # how many of the likeliest tokens are told for each position
     allow_missing: bool = False  # go on where a block did not take part
 
     def check(self, manifest: Manifest) -> None:
@@ -70,12 +74,20 @@ class Request:
             (0 <= choice.seed < 2**63, f"seed is {choice.seed}; it must be 0 … 2^63 - 1"),
             (all(self.stop), "a stop string is empty"),
             (
+                0 <= self.alternatives <= MAX_ALTERNATIVES,
+                f"alternatives is {self.alternatives}; it must be 0 … {MAX_ALTERNATIVES}",
+            ),
+            (
                 all(0 <= token < manifest.model.vocabulary for token in self.prompt),
                 f"the prompt holds a token outside the vocabulary of {manifest.model.vocabulary}",
             ),
             (
                 self.mode != ONE_SWEEP or manifest.objective != "autoregressive",
                 "one-sweep needs a run that is trained on noise; this one's objective is 'autoregressive'",
+            ),
+            (
+                self.substeps == 1 or manifest.objective not in sweep.SEQUENTIAL,
+                f"substeps is {self.substeps}; blocks of {manifest.objective!r} take one step each, as they hand z on",
             ),
         )
         for fine, what in rules:
@@ -90,6 +102,7 @@ class Piece:
     data: bytes  # to be shown now; the tokens' bytes may follow later where a stop string or a character is half seen
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]  # the chain's, of each token, at temperature 1
+    likeliest: tuple[Ranked, ...] = ()  # for each token the `alternatives` that were likeliest there, whether chosen or not
 
 
 @dataclass(frozen=True)
@@ -180,8 +193,8 @@ class TextSweep:
                 continue
             totals, drafts = read_answer(step, scored, body, self._shape)
             self._note_blocks(scored.blocks)
-            tokens, log_probs = self._tokens(scored, totals, drafts)
-            tokens, log_probs = tokens[:left], log_probs[:left]
+            tokens, rows = self._tokens(scored, totals, drafts)
+            tokens, rows = tokens[:left], rows[:left]
             # Of the drafts, the last token is the first that was not drafted so (or comes after them all): it is in no cache.
             kept = len(tokens) - 1 if scored.drafted else 0
             self._book.settle(step, tokens, kept)
@@ -192,7 +205,9 @@ class TextSweep:
             self._count(scored, len(tokens), kept)
             if self._stop.found or not left:
                 self._result = replace(self._result, finish="stop" if self._stop.found else "length")
-            yield Piece(data, tuple(tokens), tuple(log_probs))
+            log_probs = tuple(float(row[token]) for row, token in zip(rows, tokens, strict=True))
+            most = self._request.alternatives
+            yield Piece(data, tuple(tokens), log_probs, tuple(likeliest(row, most) for row in rows) if most else ())
 
     def _width(self, left: int) -> int:
         """How many tokens beyond the first one the next traversal should bring."""
@@ -203,15 +218,15 @@ class TextSweep:
         width = self._pace.width(self._shape.blocks, self._request.draft) if self._request.adapt else self._request.draft
         return min(width, max(1, left - 1))
 
-    def _tokens(self, scored: Scored, totals: Half, drafts: Half) -> tuple[list[int], list[float]]:
-        """Decide the tokens of one answer, and their log-probabilities in the chain."""
+    def _tokens(self, scored: Scored, totals: Half, drafts: Half) -> tuple[list[int], list[Row]]:
+        """Decide the tokens of one answer; with each, the chain's log-probabilities there."""
         sampling, book = self._request.sampling, self._book
         seed, first = sweep.seed_at(sampling.seed, book.start), len(book.tokens) - book.start
         drafted = sweep.unpack_tokens(scored.tokens, self._shape)
         tokens: list[int] = []
-        log_probs: list[float] = []
+        rows: list[Row] = []
         for index in range(len(totals)):
-            row: Row = chain_row(totals[index], len(scored.blocks))
+            row = chain_row(totals[index], self._shape.terms(len(scored.blocks)))
             p = distribution(row, sampling)
             place = first + index
             if scored.drafted and place < self._shape.context:  # at the context's end no step can draft: the token is drawn the other way
@@ -220,10 +235,10 @@ class TextSweep:
             else:
                 token = draw(p, self._chance(seed, place, TOKEN))
             tokens.append(token)
-            log_probs.append(float(row[token]))
+            rows.append(row)
             if index < len(drafted) and token != drafted[index]:
                 break  # the rows after this one speak about another text
-        return tokens, log_probs
+        return tokens, rows
 
     def _note_blocks(self, blocks: tuple[int, ...]) -> None:
         self._seen_by_all &= set(blocks)
@@ -259,9 +274,10 @@ def read_answer(step: Step, scored: Scored, body: memoryview, shape: Shape) -> t
     if len(sweep.unpack_tokens(scored.tokens, shape)) != scored.drafted:
         raise PeerFault(f"{len(scored.tokens)} bytes of drafted tokens where there are {scored.drafted}")
     rows, draft_rows = step.rows * step.want, sweep.rows_of_draft(scored.drafted)
-    z_bytes = (step.want - 1) * shape.width * sweep.HALF_BYTES if step.noisy else 0
-    if len(body) != (rows + draft_rows) * shape.row_bytes + z_bytes:
-        raise PeerFault(f"an answer of {len(body)} bytes where {(rows + draft_rows) * shape.row_bytes + z_bytes} are due")
+    due = (rows + draft_rows) * shape.row_bytes + sweep.rows_of_z(step, shape, scored.drafted) * shape.z_bytes
+    more = len(body) - due
+    if more and not (shape.sequential and more > 0 and more % shape.z_bytes == 0):  # z of tokens that were sent again, after a loss
+        raise PeerFault(f"an answer of {len(body)} bytes where {due} are due")
     values: Half = np.frombuffer(body, dtype="<f2")[: (rows + draft_rows) * shape.vocabulary].reshape(-1, shape.vocabulary)
     if values.size and not (values.max() <= 0 and np.isfinite(values.min())):  # NaN fails both
         raise PeerFault("an answer that does not hold log-probabilities")

@@ -1,7 +1,8 @@
 """What an objective is to the rest: a training loss, a score, and a part in a sweep (recipe §2, §3).
 
 A sweep is *additive* where every block adds its log-probabilities to an accumulator, in any order; it is *sequential* where z itself
-passes from block to block and the last block is read. What needs an additive sweep asks `objective.sweep` and refuses in one line.
+passes from block to block and the last block is read (`protocol.sweep.SEQUENTIAL`). All ways to make text work with both; asking all
+holders at once needs an additive one.
 """
 
 from __future__ import annotations

@@ -88,6 +88,12 @@ def couple(p: Row, q: Row, draws: tuple[float, float, float]) -> int:
     return draw(residual, draws[2]) if residual.any() else token
 
 
+def likeliest(log_probs: Row, count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` likeliest tokens with their log-probabilities, the likeliest first; equal ones by index."""
+    order = np.argsort(-log_probs, kind="stable")[:count]
+    return tuple((int(token), float(log_probs[token])) for token in order)
+
+
 def noise(seed: int, position: int, width: int) -> Floats:
     """Standard normal values [width] for the unknown position at `position`: the same wherever the sweep begins."""
     raw = np.random.Philox(key=seed_at(seed, position)).random_raw(2 * ((width + 1) // 2))

@@ -81,24 +81,24 @@ class OfflineModel:
     blocks: tuple[Block, ...]
 
     @classmethod
-    def load(cls, path: Path) -> OfflineModel:
-        """Read a file that `save` wrote, and check every digest. Takes seconds for large models.
+    def load(cls, path: Path, *, flag: str = "--model") -> OfflineModel:
+        """Read a file that `save` wrote, and check every digest. Takes seconds for large models. `flag`: who named it.
 
         Raises: UsageError: not there, not such a file, damaged, or of another version.
         """
         try:
             tensors, header = checkpoint.read_file(path)
         except OSError as error:
-            raise UsageError(f"--model {path}: {error.strerror}") from error
+            raise UsageError(f"{flag} {path}: {error.strerror}") from error
         except Damaged as damage:
-            raise UsageError(f"--model {path}: {damage}") from damage
+            raise UsageError(f"{flag} {path}: {damage}") from damage
         if header.get("kind") != KIND:
-            raise UsageError(f"--model {path} is no model of a run: make one with `blocktrain export` (a node's checkpoint is one block)")
+            raise UsageError(f"{flag} {path} is no model of a run: make one with `blocktrain export` (a node's checkpoint is one block)")
         try:
             manifest = manifests.from_bytes(bytes.fromhex(str(header["manifest"])), None)
             found = [_block(manifest, tensors, row) for row in header["blocks"]]
         except (KeyError, TypeError, ValueError, Malformed, PeerFault) as error:
-            raise UsageError(f"--model {path} does not hold what its header says: {error}") from error
+            raise UsageError(f"{flag} {path} does not hold what its header says: {error}") from error
         return cls(manifest, tuple(state for state, _ in found), tuple(block for _, block in found))
 
     @contextlib.asynccontextmanager

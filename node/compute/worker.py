@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from blocktrain.node.compute.batching import forward_each
 from blocktrain.node.compute.flat import Flat, from_bytes
@@ -112,8 +113,8 @@ class Worker:
     def _outcomes(self, tasks: Sequence[_Task]) -> list[tuple[Half, bytes, list[int]]]:
         """Of each: this block's log-probabilities [W, V], what rides behind them, and the drafted tokens."""
         step = tasks[0].job.step
-        if len(tasks) > 1 and self.block.literal:  # it reads noise at every position, each session its own
-            return [outcome for task in tasks for outcome in self._outcomes([task])]
+        if self.shape.sequential:
+            return [self._sequential(task) for task in tasks]
         if tasks[0].work.unknown:
             return [(*self._window(task.job.cache, task.job.step, task.work, task.before), []) for task in tasks]
         if step.draft:
@@ -127,7 +128,11 @@ class Worker:
 
     def _onward(self, task: _Task, own: Half, tail: bytes, drafted: list[int], compute_s: float) -> tuple[Step, bytes]:
         step, before = task.job.step, task.before
-        total = own if before is None else (before[: own.size].reshape(own.shape).astype(np.float32) + own).astype(np.float16)
+        total = (
+            own
+            if before is None or self.shape.sequential
+            else (before[: own.size].reshape(own.shape).astype(np.float32) + own).astype(np.float16)
+        )
         onward = replace(
             step,
             tokens=step.tokens + pack_tokens(drafted, self.shape),
@@ -202,6 +207,56 @@ class Worker:
             tokens = tokens[-1:]
         return rows, z[0].clamp(-_HALF_MAX, _HALF_MAX).half().cpu().numpy().tobytes()
 
+    def _sequential(self, task: _Task) -> tuple[Half, bytes, list[int]]:
+        """Where blocks hand z on (recipe §2): this block's log-probabilities [W, V], what rides behind them, and the drafted tokens.
+
+        Every position of the step has a z, by its place in the window and the step's seed, so that a cache that was lost is filled
+        again with the same. Whoever drafts does so from this block alone, as it reads the noise that the draft's position begins with.
+        """
+        step, work = task.job.step, task.work
+        cache = task.job.cache if step.rows == 1 else None
+        if task.before is None:
+            z_MD = np.tile(self._noise(step, step.position, work.length + work.unknown), (step.rows, 1))
+        else:
+            z_MD = task.before[task.before.size - work.z_rows * self.shape.width :].reshape(work.z_rows, -1).astype(np.float32)
+        tokens = torch.tensor(work.tokens, dtype=torch.int64, device=self._device).view(step.rows, -1)
+        scores, z = self._handed_on(step, F.pad(tokens, (0, work.unknown)), z_MD, cache, work.unknown)
+        scores = scores.reshape(step.rows, -1, self.shape.vocabulary)[:, scores.shape[0] // step.rows - (step.want - step.draft) :]
+        rows, moved, drafted = [scores.reshape(-1, self.shape.vocabulary)], [z], list[int]()
+        for _ in range(step.draft):
+            assert cache is not None
+            place = cache.length  # the token's own position: the next one
+            chance = uniform(step.seed, place, DRAW)
+            drafted.append(draw(distribution(rows[-1][-1], Sampling(step.temperature, step.top_k, step.top_p)), chance))
+            one = torch.tensor([drafted[-1:]], dtype=torch.int64, device=self._device)
+            scores, z = self._handed_on(step, one, self._noise(step, place, 1), cache)
+            rows.append(scores)
+            moved.append(z)
+        if work.unknown:
+            task.job.cache.truncate(step.position + work.length)  # no unknown position stays
+        own = np.concatenate(rows)
+        theirs = b"" if task.before is None else task.before[own.size : task.before.size - work.z_rows * self.shape.width].tobytes()
+        return own, (own[-work.draft_rows :].tobytes() if step.draft else theirs) + b"".join(moved), drafted
+
+    def _noise(self, step: Step, first: int, count: int) -> Floats:
+        """z where a sweep begins, [count, D]: at the σ where this block's interval does."""
+        high = np.float32(self._manifest.sigma_interval(self.block.block)[1])
+        return np.stack([noise(step.seed, first + index, self.shape.width) for index in range(count)]) * high
+
+    def _handed_on(self, step: Step, tokens_RN: torch.Tensor, z_MD: Floats, cache: Cache | None, unknown: int = 0) -> tuple[Half, bytes]:
+        """Log-probabilities [R x N, V] at all positions, and z where the next block takes it: one Euler step (as in `_window`)."""
+        low, sigma = self._manifest.sigma_interval(self.block.block)
+        sigma = min((self._manifest.sigma_interval(block)[0] for block in step.blocks), default=sigma)  # higher after a missing block
+        rows, positions = tokens_RN.shape
+        z = torch.from_numpy(z_MD).to(self._device)
+        offset = (torch.arange(positions, device=self._device) - (positions - unknown - 1)).clamp(min=0)
+        everywhere = torch.arange(rows * positions, device=self._device)
+        noisy = Noisy(everywhere, z, torch.full((rows * positions,), sigma, device=self._device), offset.repeat(rows))
+        log_probs = self._objective.contribute(self.block, tokens_RN, cache, noisy).flatten(0, 1)
+        z = z + min(0.0, low / sigma - 1) * (z - log_probs.exp() @ self.block.targets)  # (σ' - σ)/σ
+        values: Floats = log_probs.cpu().numpy()
+        return to_half(values), z.clamp(-_HALF_MAX, _HALF_MAX).half().cpu().numpy().tobytes()
+
 
 def _incoming(step: Step, work: Work, body: Buffer, shape: Shape) -> Half | None:
     """The body as numbers, None at the first holder.
@@ -214,7 +269,7 @@ def _incoming(step: Step, work: Work, body: Buffer, shape: Shape) -> Half | None
     scores = values[: work.score_bytes // 2]
     if scores.size and not (scores.max() <= 0 and scores.min() >= -_HALF_MAX):  # NaN fails both
         raise PeerFault("the accumulator does not hold log-probabilities")
-    if work.unknown and not np.isfinite(values[scores.size :]).all():
+    if work.z_rows and not np.isfinite(values[len(values) - work.z_rows * shape.width :]).all():
         raise PeerFault("z is not finite")
     return values
 
