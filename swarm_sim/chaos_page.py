@@ -119,17 +119,15 @@ def page_of(report: Report, scene: Recorded, pictures: Pictures, violations: Seq
     plan = scene.plan
     title = f"swarm of processes, {plan.blocks} blocks x {report.settings['replicas']} replicas"
     page = Page(title, report.ok)
-    facts = {key: value for key, value in report.as_json().items() if key not in ("ok", "failed", "nodes", "text", "trouble")}
-    trouble = report.settings.get("trouble")
+    left_out = ("ok", "failed", "nodes", "text", *report.found)
     page.facts = {
-        "blocks lost": report.found["blocks_lost"],
-        "states lost": report.found["states_lost"],
-        "the last of": f"{len(scene.nodes)} nodes, {sum(node.epoch for node in scene.nodes)} processes",
-        "trouble ended at s": plan.heal_at_s,
-        "ended at s": plan.end_s,
-        "round s": scene.round_s,
-        **({"trouble": trouble} if trouble else {}),
-        **facts,
+        **report.found,
+        "identities": len(scene.nodes),
+        "processes": sum(node.epoch for node in scene.nodes),
+        "heal_at_s": plan.heal_at_s,
+        "end_s": plan.end_s,
+        "round_s": scene.round_s,
+        **{key: value for key, value in report.as_json().items() if key not in left_out},
     }
     marks = {"chain, held-out": report.chain}
     page.plots = [

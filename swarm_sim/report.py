@@ -110,6 +110,8 @@ class Report:
             self.fail(violation)
         if len(violations) > MOST_SAID:
             self.fail(f"and {len(violations) - MOST_SAID} violations more, which the report lists")
+        if found["blocks_lost"]:
+            self.fail(f"{found['blocks_lost']} blocks were held by nobody for a while")
         if self.tally is not None and self.tally.texts_failed and not self.tally.texts:
             self.fail(f"the swarm wrote no text while it was in trouble: {self.tally.texts_failed[0]}")
 
