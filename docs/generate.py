@@ -21,6 +21,7 @@ from blocktrain.node import recipe_file
 from blocktrain.node.commands.app import blocktrain
 from blocktrain.node.status import PeerStatus, Status
 from blocktrain.protocol import errors
+from blocktrain.swarm_sim import sweep_tables
 from blocktrain.swarm_sim.app import simulator
 from blocktrain.swarm_sim.lab import report
 
@@ -81,7 +82,7 @@ def recipes() -> str:
 def measured(path: Path) -> str:
     """The tables of one run of a bench, from its JSON file."""
     numbers = json.loads(path.read_text(encoding="utf-8"))
-    return {"quality": report.quality, "ideas": report.ideas}[numbers["bench"]](numbers)
+    return {"quality": report.quality, "ideas": report.ideas, "sweep": sweep_tables.tables}[numbers["bench"]](numbers)
 
 
 def parts() -> dict[str, Callable[[], str]]:

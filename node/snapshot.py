@@ -99,6 +99,7 @@ def build(node: Node, static: Static, now: float) -> Status:
             for member in core.everybody(now)
         ),
         coverage=members.coverage(now, node.block),
+        absent=_absent(node, now),
         accepted=counters.accepted,
         late=counters.late,
         refused=counters.refused,
@@ -125,3 +126,10 @@ def build(node: Node, static: Static, now: float) -> Status:
         uptime_s=now - static.started_at,
         written_at=now,
     )
+
+
+def _absent(node: Node, now: float) -> tuple[PeerStatus, ...]:
+    """For each block that nobody holds, who was last seen with it: newcomers cannot know (client.py asks)."""
+    members = node.core.members
+    last = ((block, members.last_seen(block)) for block in members.missing(now, node.block))
+    return tuple(PeerStatus(peer=seen[0], block=block, seen_s_ago=max(0.0, now - seen[1])) for block, seen in last if seen is not None)

@@ -3,16 +3,23 @@
 **speed.** One node a block (sweep_swarm.py), weights trained for 500 steps, every connection through a proxy that delays it. For each
 round trip time all ways take turns, in alternating order, and a way's speed-up is the median over the pairs of its tokens/s ÷ that of
 autoregressive over `chain` in the same turn. Sessions are open before the clock starts, and the prompt rides in the first traversal.
-`star_speedup` is autoregressive over `star`; `star_speculative_speedup` is speculative over `star`. Keys end in the round trip time, with
-`b6_` before it for six blocks; `speculative` drafts 8 tokens at a time, and `adaptive` lets the width follow acceptance and network.
+`star_speedup` is autoregressive over `star`; `star_speculative_speedup` is speculative over `star`; in `client_drafts` the client
+holds the first block as well and drafts itself, over `star`. Keys end in the round trip time, with `b6_` before it for six blocks;
+`speculative` drafts 8 tokens at a time, and `adaptive` lets the width follow acceptance and network.
 
-**clients.** Eight clients at once, speculative over `chain`, at 50 ms: tokens/s of all together, and against one.
+`hop_overhead` of a way over `chain` is (seconds of its traversals - their computing - the link's (B + 1)/2 round trips) ÷ B.
 
-**hop.** No delay, the holders train: (seconds of a traversal - seconds of computing in it) ÷ blocks, over autoregressive traversals. That
-is all that a hop costs beyond computing: the stream, the loops on both sides, the wait for the thread, and the proxy.
+**clients.** One client and eight at once at 50 ms, every way: tokens/s of all together. `clients_` is speculative over `chain`.
+
+**hop.** What a hop costs beyond computing and the link: (seconds of an autoregressive traversal over `chain` - seconds of computing
+in it) ÷ blocks, on a swarm of three without an emulator, so that the link is the loopback and counts as nothing. It holds the
+streams, both daemons, the loops on both sides and the wait for the thread. `hop_overhead_rest_ms` is with all holders at rest.
+`hop_overhead_ms` is the hop through a holder that trains, with a core to spare, as at home: the middle one alone trains, and of a
+traversal's seconds the usual ones of the two hops at rest are taken off. `hop_overhead_all_ms` is a hop where all three train on this
+machine's cores.
 
 **context.** Milliseconds of computing for one token over its place in the context, holders at rest: with a cache it is flat.
-`context_cost_ratio` is the last eighth ÷ the second. `hop_overhead_rest_ms_p50` is the hop's overhead without training beside it.
+`context_cost_ratio` is the last eighth ÷ the second.
 
 **quality.** The judge's nats per byte of 64 bytes after held-out prompts of 32 bytes at temperature 1, for every way, and of the true
 text. The judge is a stack as deep as three blocks, trained end to end for as many steps.
@@ -27,17 +34,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
 
+from blocktrain.node.compute.drafting import Drafter
 from blocktrain.node.compute.generation import Generation
 from blocktrain.protocol.errors import UsageError
 from blocktrain.swarm_sim import sweep_measures as measures
+from blocktrain.swarm_sim import sweep_tables
 from blocktrain.swarm_sim.benches import Bench, Numbers, Session
 from blocktrain.swarm_sim.delay import Emulator
 from blocktrain.swarm_sim.processes import Children
-from blocktrain.swarm_sim.sweep_measures import CLIENTS, DRAFT, SPECULATION, WAYS, YARDSTICK, with_client
+from blocktrain.swarm_sim.sweep_measures import CLIENTS, DRAFT, SPECULATION, WAYS, YARDSTICK, Way, with_client
 from blocktrain.swarm_sim.sweep_swarm import STEPS, SweepSwarm, Trained, trained
 
 BASE_MS: Final = 50
@@ -57,11 +67,14 @@ class Plan:
 
     rtts_ms: tuple[int, ...]
     blocks: tuple[int, ...]
+    plot: Path | None = None
 
 
-def plan(rtts_ms: str, blocks: str) -> Plan:
+def plan(rtts_ms: str, blocks: str, plot: Path | None = None) -> Plan:
     """From "0,20,50" and "3,6". Raises: UsageError."""
-    return Plan(_numbers("--rtt-ms", rtts_ms, 0, 2000), _numbers("--blocks", blocks, 2, 16))
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise UsageError(f"--plot {plot}: give a file in a folder that exists")
+    return Plan(_numbers("--rtt-ms", rtts_ms, 0, 2000), _numbers("--blocks", blocks, 2, 16), plot)
 
 
 def _numbers(flag: str, text: str, low: int, high: int) -> tuple[int, ...]:
@@ -78,14 +91,21 @@ def bench(wanted: Plan) -> Bench:
         for rtt_ms in wanted.rtts_ms:
             end = _suffix(blocks, rtt_ms)
             for way in WAYS:
-                speed += [f"{way.name}_tokens_per_s_{end}", f"{way.name}_first_byte_s_{end}"]
+                speed += [f"{way.name}_{what}_{end}" for what in ("tokens_per_s", "first_byte_s", "tokens_per_traversal")]
+                speed += [f"{way.name}_hop_overhead_ms_{end}"] if way.route == "chain" else []
                 speed += [f"{way.name}_speedup_{end}", f"{way.name}_speedup_spread_{end}"] if way is not YARDSTICK else []
             speed += [f"tokens_per_traversal_{end}", f"acceptance_{end}"]
     parts = {
         "speed": (*speed, "tokens_per_traversal", "acceptance", "first_byte_traversals"),
-        "clients": ("clients_tokens_per_s", "clients_one_tokens_per_s"),
-        "hop": ("hop_overhead_ms_p50", "hop_overhead_ms_p99", "hop_compute_ms_p50"),
-        "context": ("context_cost_ms", "context_cost_ratio", "hop_overhead_rest_ms_p50"),
+        "clients": (
+            "clients_tokens_per_s",
+            "clients_one_tokens_per_s",
+            *(f"{count}_{way.name}_tokens_per_s" for way in WAYS for count in ("one", "eight")),
+        ),
+        "hop": tuple(
+            f"hop_{what}{who}_ms_{share}" for who in ("", "_all", "_rest") for what in ("overhead", "compute") for share in ("p50", "p99")
+        ),
+        "context": ("context_cost_ms", "context_cost_ratio"),
         "quality": ("judge_autoregressive", "judge_speculative", "judge_one_sweep", "judge_true_text", "samples"),
         "share": (
             "share_steps_alone",
@@ -96,7 +116,7 @@ def bench(wanted: Plan) -> Bench:
             "share_tokens_fifth",
         ),
     }
-    return Bench("sweep", parts, lambda session: run(session, wanted))
+    return Bench("sweep", parts, lambda session: run(session, wanted), ("rtts_ms", "chain_lengths"))
 
 
 def _suffix(blocks: int, rtt_ms: int) -> str:
@@ -129,36 +149,45 @@ def _blocks(session: Session, wanted: Plan, model: Trained) -> None:
             for rtt_ms in wanted.rtts_ms:
                 session.say(f"{model.manifest.blocks} blocks, round trips of {rtt_ms} ms")
                 swarm.network(rtt_ms / 1000)
-                session.numbers.update(_speed(session, swarm, _suffix(model.manifest.blocks, rtt_ms)))
-        if base:
-            _rest(session, swarm)
+                session.numbers.update(_speed(session, swarm, rtt_ms))
+        if base and session.wants("clients"):
+            swarm.network(BASE_MS / 1000)
+            session.measure("clients", lambda: _clients(swarm, BRIEF_CLIENT_TEXTS if session.brief else CLIENT_TEXTS))
         swarm.stop()
+        if base and session.wants("hop", "context", "share"):
+            _without_network(session, SweepSwarm(children, None, model), wanted.plot)
 
 
-def _rest(session: Session, swarm: SweepSwarm) -> None:
-    """The parts that need one swarm of three blocks."""
-    texts = BRIEF_CLIENT_TEXTS if session.brief else CLIENT_TEXTS
-    swarm.network(BASE_MS / 1000)
-    session.measure("clients", lambda: _clients(swarm, texts))
-    swarm.network(0)
-    session.measure("context", lambda: _context(session, swarm))
-    if session.wants("hop", "share"):
-        seconds = BRIEF_SHARE_S if session.brief else SHARE_S
-        alone = with_client(swarm, lambda client: measures.busy(client, seconds)) if session.wants("share") else 0.0
-        swarm.resume()
-        session.measure("hop", lambda: _hop(session, swarm))
-        session.measure("share", lambda: {**_share(swarm, seconds, alone), **_fifth(swarm, seconds)})
+def _without_network(session: Session, swarm: SweepSwarm, plot: Path | None) -> None:
+    """The parts that need a swarm of three blocks with nothing between its nodes: first at rest, then one trains, then all."""
+    seconds = BRIEF_SHARE_S if session.brief else SHARE_S
+    swarm.start("plain")
+    at_rest: list[measures.Traversal] = []
+    if session.wants("hop", "context"):
+        at_rest = _traversals(session, swarm)
+    alone = with_client(swarm, lambda client: measures.busy(client, seconds)) if session.wants("share") else 0.0
+    session.measure("context", lambda: _context(session, swarm, at_rest, plot))
+    session.measure("hop", lambda: _hop(session, swarm, at_rest))
+    session.measure("share", lambda: {**_share(swarm, seconds, alone), **_fifth(swarm, seconds)})
+    swarm.stop()
 
 
-def _speed(session: Session, swarm: SweepSwarm, end: str) -> dict[str, object]:
+def _speed(session: Session, swarm: SweepSwarm, rtt_ms: int) -> dict[str, object]:
+    blocks = swarm.model.manifest.blocks
+    end = _suffix(blocks, rtt_ms)
     count = BRIEF_PAIRS if session.brief else PAIRS
-    found = with_client(swarm, lambda client: measures.pairs(client, count))
+    drafter = Drafter(swarm.model.manifest, swarm.model.blocks[0])
+    found = with_client(swarm, lambda client: measures.pairs(client, count, drafter))
+    drafter.close()
     numbers: dict[str, object] = {"pairs": count}
     yardstick = found[YARDSTICK.name]
     for way in WAYS:
         results = found[way.name]
         numbers[f"{way.name}_tokens_per_s_{end}"] = statistics.median(one.tokens_per_s for one in results)
         numbers[f"{way.name}_first_byte_s_{end}"] = statistics.median(one.first_token_s or 0.0 for one in results)
+        numbers[f"{way.name}_tokens_per_traversal_{end}"] = statistics.median(one.tokens_per_traversal for one in results)
+        if way.route == "chain":
+            numbers[f"{way.name}_hop_overhead_ms_{end}"] = 1000 * statistics.median(_beyond(one, blocks, rtt_ms / 1000) for one in results)
         if way is not YARDSTICK:
             ratios = [one.tokens_per_s / other.tokens_per_s for one, other in zip(results, yardstick, strict=True)]
             numbers[f"{way.name}_speedup_{end}"] = statistics.median(ratios)
@@ -177,6 +206,11 @@ def _drafts(results: Sequence[Generation], end: str) -> dict[str, object]:
     }
 
 
+def _beyond(one: Generation, blocks: int, rtt_s: float) -> float:
+    """Seconds of a hop beyond computing and link, over a text's traversals along the chain."""
+    return ((one.seconds - one.compute_s) / one.traversals - rtt_s * (blocks + 1) / 2) / blocks
+
+
 def _first_byte_traversals(results: Sequence[Generation]) -> float:
     """Seconds to the first byte, in those of an average traversal after it."""
     return statistics.median(
@@ -185,37 +219,57 @@ def _first_byte_traversals(results: Sequence[Generation]) -> float:
 
 
 def _clients(swarm: SweepSwarm, texts: int) -> Numbers:
-    one, many = with_client(swarm, lambda client: measures.many(client, texts))
-    return {"clients_tokens_per_s": many, "clients_one_tokens_per_s": one}
+    numbers = {}
+    drafter = Drafter(swarm.model.manifest, swarm.model.blocks[0])
+
+    def measure(way: Way) -> tuple[float, float]:
+        return with_client(swarm, lambda client: measures.many(client, way, texts, drafter))
+
+    for way in WAYS:
+        numbers[f"one_{way.name}_tokens_per_s"], numbers[f"eight_{way.name}_tokens_per_s"] = measure(way)
+    drafter.close()
+    one, eight = (numbers[f"{count}_{SPECULATION.name}_tokens_per_s"] for count in ("one", "eight"))
+    return {**numbers, "clients_tokens_per_s": eight, "clients_one_tokens_per_s": one}
 
 
-def _context(session: Session, swarm: SweepSwarm) -> Numbers:
+def _traversals(session: Session, swarm: SweepSwarm) -> list[measures.Traversal]:
     texts = BRIEF_HOP_TEXTS if session.brief else HOP_TEXTS
-    seen = with_client(swarm, lambda client: measures.traversals(client, texts, HOP_TOKENS))
-    cost = measures.by_context(seen, swarm.model.manifest.model.context)
+    return with_client(swarm, lambda client: measures.traversals(client, texts, HOP_TOKENS))
+
+
+def _context(session: Session, swarm: SweepSwarm, at_rest: list[measures.Traversal], plot: Path | None) -> Numbers:
+    context = swarm.model.manifest.model.context
+    cost = measures.by_context(at_rest, context)
     for place, milliseconds in enumerate(cost):
         session.say(f"context {place + 1}/{len(cost)} {'█' * round(BAR * milliseconds / max(cost))} {milliseconds:.2f} ms")
-    rest = statistics.median(_overhead(seen, swarm))
-    return {"context_cost_ms": cost, "context_cost_ratio": cost[-1] / cost[1], "hop_overhead_rest_ms_p50": rest}
+    if plot is not None:
+        sweep_tables.draw(plot, cost, context)
+        session.say(f"the plot is {plot}")
+    return {"context_cost_ms": cost, "context_cost_ratio": cost[-1] / cost[1]}
 
 
-def _hop(session: Session, swarm: SweepSwarm) -> Numbers:
-    texts = BRIEF_HOP_TEXTS if session.brief else HOP_TEXTS
-    seen = with_client(swarm, lambda client: measures.traversals(client, texts, HOP_TOKENS))
-    overhead = _overhead(seen, swarm)
-    return {
-        "hop_overhead_ms_p50": statistics.median(overhead),
-        "hop_overhead_ms_p99": overhead[int(0.99 * len(overhead))],
-        "hop_compute_ms_p50": statistics.median(1000 * one.compute_s / swarm.model.manifest.blocks for one in seen),
-    }
+def _hop(session: Session, swarm: SweepSwarm, at_rest: list[measures.Traversal]) -> Numbers:
+    numbers = _hops("_rest", at_rest, BASE_BLOCKS)
+    usual = [float(str(numbers[f"hop_{what}_rest_ms_p50"])) * (BASE_BLOCKS - 1) for what in ("overhead", "compute")]
+    swarm.resume(BASE_BLOCKS // 2)
+    numbers |= _hops("", _traversals(session, swarm), 1, *usual)
+    swarm.resume()
+    return numbers | _hops("_all", _traversals(session, swarm), BASE_BLOCKS)
 
 
-def _overhead(seen: Sequence[measures.Traversal], swarm: SweepSwarm) -> list[float]:
-    """Milliseconds a hop beyond computing, the least first."""
-    return sorted(1000 * (one.seconds - one.compute_s) / swarm.model.manifest.blocks for one in seen)
+def _hops(who: str, seen: Sequence[measures.Traversal], hops: int, beyond_ms: float = 0.0, compute_ms: float = 0.0) -> dict[str, object]:
+    """Milliseconds of a hop, of computing and beyond it: what traversals took, less what is known of other hops, ÷ `hops`."""
+    numbers = dict[str, object]()
+    beyond = sorted((1000 * (one.seconds - one.compute_s) - beyond_ms) / hops for one in seen)
+    compute = sorted((1000 * one.compute_s - compute_ms) / hops for one in seen)
+    for what, values in (("overhead", beyond), ("compute", compute)):
+        numbers[f"hop_{what}{who}_ms_p50"] = statistics.median(values)
+        numbers[f"hop_{what}{who}_ms_p99"] = values[int(0.99 * len(values))]
+    return numbers
 
 
 def _share(swarm: SweepSwarm, seconds: float, alone: float) -> Numbers:
+    swarm.resume()
     rates = []
     tokens = 0.0
     for serving in (False, True):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from blocktrain import __version__
 from blocktrain.node.commands import frame
@@ -38,6 +38,7 @@ class Bench:
     name: str
     parts: Mapping[str, tuple[str, ...]]
     run: Callable[[Session], None]
+    lists: tuple[str, ...] = ()  # settings whose values of several runs stand beside each other (`added`)
 
 
 @dataclass
@@ -94,10 +95,11 @@ def commands(benches: Iterable[Bench], options: BenchOptions) -> int:
     """Several benches, one after the other; with more than one, keys get the bench's name and a dot in front."""
     chosen = list(benches)
     check_target(options.json)
+    before = _before(chosen, options) if options.add else {}
     results = {bench.name: run(bench, options) for bench in chosen}
     for result in results.values():
         _print_table(result, to_stderr=options.json == STDOUT)
-    merged = results[chosen[0].name] if len(chosen) == 1 else _merge(results)
+    merged = added(before, results[chosen[0].name], chosen[0].lists) if len(chosen) == 1 else _merge(results)
     if options.json == STDOUT:
         print(json.dumps(merged, indent=2, ensure_ascii=False), flush=True)
     elif options.json is not None:
@@ -106,6 +108,46 @@ def commands(benches: Iterable[Bench], options: BenchOptions) -> int:
         except OSError as error:
             raise UsageError(f"--json {options.json} cannot be written: {error.strerror}") from error
     return int(any(result["failed"] for result in results.values()))
+
+
+def _before(chosen: list[Bench], options: BenchOptions) -> dict[str, object]:
+    """What the JSON file holds. Raises: UsageError: there is none to add to, or it is another bench's."""
+    if options.json is None or options.json == STDOUT or len(chosen) > 1:
+        raise UsageError("--add goes with one bench and --json FILE: there is nothing to add to")
+    if not options.json.exists():
+        return {}
+    try:
+        before = json.loads(options.json.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = None
+    if not isinstance(before, dict) or before.get("bench") != chosen[0].name:
+        raise UsageError(f"--add: {options.json} holds no numbers of bench {chosen[0].name}")
+    return before
+
+
+def added(before: Mapping[str, object], new: Mapping[str, object], lists: Iterable[str] = ()) -> dict[str, object]:
+    """The numbers of an earlier run with those of a new one over them; null replaces nothing, and seconds add up."""
+    if not before:
+        return dict(new)
+    out = {**before, **{key: value for key, value in new.items() if value is not None or key not in before}}
+    for key in ("parts", *lists):
+        out[key] = sorted({*_listed(before, key), *_listed(new, key)})
+    out["seconds"] = round(sum(float(str(one.get("seconds", 0))) for one in (before, new)), 1)
+    still = set(_listed(before, "failed")) - set(_listed(new, "parts"))
+    why = {**_texts(before), **_texts(new)}
+    out["failed"] = sorted(still | set(_listed(new, "failed")))
+    out["why_failed"] = {part: why[part] for part in _listed(out, "failed") if part in why}
+    return out
+
+
+def _listed(numbers: Mapping[str, object], key: str) -> list[Any]:
+    value = numbers.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _texts(numbers: Mapping[str, object]) -> dict[str, object]:
+    value = numbers.get("why_failed")
+    return value if isinstance(value, dict) else {}
 
 
 def run(bench: Bench, options: BenchOptions) -> dict[str, object]:

@@ -14,13 +14,15 @@ from typing import Final, TypeVar
 import torch
 
 from blocktrain.node.client import SwarmClient
-from blocktrain.node.compute.generation import Generation, Request, TextSweep
+from blocktrain.node.compute.drafting import Drafter
+from blocktrain.node.compute.generation import Generation, Request, TextSweep, Traversals
 from blocktrain.node.compute.offline import OfflineChain
 from blocktrain.node.config import ClientConfig
 from blocktrain.node.data import load_tokens
 from blocktrain.node.runtime import Runtime
 from blocktrain.node.tokenizer import load_tokenizer
 from blocktrain.node.traversal import SwarmChain
+from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.messages import Step
 from blocktrain.protocol.sweep import AUTOREGRESSIVE, ONE_SWEEP, SPECULATIVE, Sampling
 from blocktrain.swarm_sim.lab.judge import judge
@@ -43,6 +45,7 @@ class Way:
     route: str
     tokens: int
     adapt: bool = False
+    here: bool = False  # the client holds the first block, too, and drafts with it
 
     def request(self, seed: int, tokens: int | None = None, prompt: bytes = PROMPT) -> Request:
         sampling = Sampling(1.0, seed=seed)
@@ -59,6 +62,7 @@ WAYS: Final = (
     SWEEP,
     Way("star", AUTOREGRESSIVE, "star", 20),
     Way("star_speculative", SPECULATIVE, "star", 64),
+    Way("client_drafts", SPECULATIVE, "star", 64, here=True),
 )
 
 
@@ -103,9 +107,11 @@ async def opened(client: SwarmClient, route: str) -> AsyncIterator[SwarmChain]:
         yield chain
 
 
-async def write(chain: SwarmChain, request: Request, each: Callable[[int, float, float], None] = lambda *_: None) -> Generation:
+async def write(
+    chain: Traversals, manifest: Manifest, request: Request, each: Callable[[int, float, float], None] = lambda *_: None
+) -> Generation:
     """A whole text. `each` gets, for every traversal, the tokens before it, its seconds, and those of computing."""
-    sweep = TextSweep(chain, chain.manifest, request)
+    sweep = TextSweep(chain, manifest, request)
     began, compute_s, tokens = time.perf_counter(), 0.0, len(request.prompt)
     async for piece in sweep.pieces():
         now, spent = time.perf_counter(), sweep.result().compute_s
@@ -114,26 +120,28 @@ async def write(chain: SwarmChain, request: Request, each: Callable[[int, float,
     return sweep.result()
 
 
-async def pairs(client: SwarmClient, count: int) -> dict[str, list[Generation]]:
+async def pairs(client: SwarmClient, count: int, drafter: Drafter) -> dict[str, list[Generation]]:
     """Every way in turn, `count` times, the order reversed each time."""
     results: dict[str, list[Generation]] = {way.name: [] for way in WAYS}
     async with opened(client, "chain") as along, opened(client, "star") as around:
         for turn in range(count):
             for way in WAYS if turn % 2 else reversed(WAYS):
-                results[way.name].append(await write(along if way.route == "chain" else around, way.request(turn)))
+                chain: Traversals = along if way.route == "chain" else drafter.over(around) if way.here else around
+                results[way.name].append(await write(chain, client.manifest, way.request(turn)))
     return results
 
 
-async def many(client: SwarmClient, texts: int) -> tuple[float, float]:
-    """Tokens/s of one client and of eight at once."""
+async def many(client: SwarmClient, way: Way, texts: int, drafter: Drafter) -> tuple[float, float]:
+    """Tokens/s of one client and of eight at once, all of them together."""
 
     async def one(seed: int, chain: SwarmChain) -> int:
-        return sum([(await write(chain, SPECULATION.request(seed + turn))).tokens for turn in range(texts)])
+        travels = drafter.over(chain) if way.here else chain
+        return sum([(await write(travels, client.manifest, way.request(seed + turn))).tokens for turn in range(texts)])
 
     rates = []
     for clients in (1, CLIENTS):
         async with contextlib.AsyncExitStack() as stack:
-            chains = [await stack.enter_async_context(opened(client, "chain")) for _ in range(clients)]
+            chains = [await stack.enter_async_context(opened(client, way.route)) for _ in range(clients)]
             began = time.perf_counter()
             tokens = await asyncio.gather(*(one(100 * index, chain) for index, chain in enumerate(chains)))
             rates.append(sum(tokens) / (time.perf_counter() - began))
@@ -145,7 +153,7 @@ async def traversals(client: SwarmClient, texts: int, tokens: int) -> list[Trave
     seen: list[Traversal] = []
     async with opened(client, "chain") as chain:
         for seed in range(texts):
-            await write(chain, YARDSTICK.request(seed, tokens, b"T"), lambda *row: seen.append(Traversal(*row)))
+            await write(chain, client.manifest, YARDSTICK.request(seed, tokens, b"T"), lambda *row: seen.append(Traversal(*row)))
     return seen
 
 
@@ -154,7 +162,7 @@ async def busy(client: SwarmClient, seconds: float) -> float:
     async with opened(client, "chain") as chain:
         began, tokens, seed = time.perf_counter(), 0, 0
         while time.perf_counter() - began < seconds:
-            tokens += (await write(chain, SPECULATION.request(seed))).tokens
+            tokens += (await write(chain, client.manifest, SPECULATION.request(seed))).tokens
             seed += 1
         return tokens / (time.perf_counter() - began)
 

@@ -1,7 +1,8 @@
 """The swarm of `bench sweep`: one real node for each block, with trained weights, and a network between them that the bench sets.
 
-Every node listens behind a proxy of its own (delay.py), so the client's connections and those between holders are delayed alike. Nodes
-start paused: they hold and serve what was put into their stores, and train only when told to.
+Every node listens behind a proxy of its own (delay.py), so the client's connections and those between holders are delayed alike; without
+an emulator nothing lies between them but the machine's loopback. Nodes start paused: they hold and serve what was put into their stores,
+and train only when told to.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def trained(folder: Path, blocks: int, say: Callable[[str], None], processes: in
 class SweepSwarm:
     """Use as a context manager's inside: `start`, then the addresses of its nodes are in `addresses`."""
 
-    def __init__(self, children: Children, emulator: Emulator, model: Trained) -> None:
+    def __init__(self, children: Children, emulator: Emulator | None, model: Trained) -> None:
         self.children = children
         self.emulator = emulator
         self.model = model
@@ -75,7 +76,7 @@ class SweepSwarm:
         stores = [self.children.folder / "nodes" / f"{label}-{manifest.blocks}-{block}" for block in range(manifest.blocks)]
         asyncio.run(_fill(manifest, self.model.blocks, stores))
         listening = [_free_port() for _ in stores]
-        self._ports = self.emulator.open(listening)
+        self._ports = self.emulator.open(listening) if self.emulator is not None else listening
         program = installed().node
         for block, store in enumerate(stores):
             command = [*program, *flags, "--block", str(block), "--store", str(store), "--json", "--paused", "--ttl-s", f"{TTL_S:g}"]
@@ -89,14 +90,17 @@ class SweepSwarm:
         self.children.wait(self._met, 120, "the nodes did not see each other")
 
     def network(self, rtt_s: float) -> None:
-        """From now on."""
+        """From now on. Only with an emulator."""
+        assert self.emulator is not None
         self.emulator.set(self._ports, delay_s=rtt_s / 2)
 
-    def resume(self) -> None:
-        """Let the nodes train."""
-        for node in self.nodes:
-            node.process.send_signal(signal.SIGUSR1)
-        self.children.wait(lambda: all(_steps(node) > 0 for node in self.nodes), 60, "the nodes did not begin to train")
+    def resume(self, *blocks: int) -> None:
+        """Let the nodes of these blocks train; all of them where none is named."""
+        nodes = [self.nodes[block] for block in blocks] or self.nodes
+        for node in nodes:
+            if not _steps(node):
+                node.process.send_signal(signal.SIGUSR1)
+        self.children.wait(lambda: all(_steps(node) > 0 for node in nodes), 60, "the nodes did not begin to train")
 
     def steps(self) -> list[tuple[float, float]]:
         """(steps, the node's own clock) of each node, by its next word."""
