@@ -2,6 +2,7 @@
 #
 #   make swarm                    install, then a real swarm of six nodes on this machine, about four minutes
 #   make test | check | bench     the tests; format, lint, types and import rules; every bench, briefly
+#   make bounds                   whether the oldest and the newest dependencies that pyproject.toml allows work
 #
 # TORCH_INDEX=URL takes PyTorch from there: PyTorch's index for CPUs is https://download.pytorch.org/whl/cpu and saves gigabytes of CUDA.
 # ARGS="…" is handed on: make swarm ARGS="--minutes 2", make test ARGS="-k packaging".
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help swarm test check format bench docs install dev clean
+.PHONY: help swarm test check format bench bounds docs install dev clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -38,6 +39,10 @@ format: dev
 
 bench: dev
 	$(BIN)/blocktrain-sim bench all --brief $(ARGS)
+
+bounds: $(VENV)/.python
+	$(BIN)/python .ci/bounds.py oldest
+	$(BIN)/python .ci/bounds.py newest
 
 docs: dev
 	$(BIN)/python docs/generate.py
