@@ -1,27 +1,30 @@
 """Which block a node should hold: when it starts with `--block auto`, and when a block that nobody holds should get one that is held often.
 
 Need is measured in throughput, not in heads: the block whose holders train the fewest tokens a second needs the next one. Many nodes
-start at once, so a newcomer first *claims* a block (phase "choosing" in its record, which counts for nothing else) and looks again. All who
-choose see the same claims sooner or later, and `settle` is a function of what is seen: of a block with too many claims the same
-surplus moves for every observer, to the same places. Whoever stays commits; a claim that has become a holder does not move any more. So a
-crowd spreads evenly, and stops.
+start at once, so a newcomer first says that it is *choosing* (a phase in its record, which counts for nothing else). `divide` then gives
+every chooser a block, and depends only on who chooses and who holds what: all who see the same find the same, in whatever order they
+look. It does not matter either who of them has already committed: a chooser who becomes a holder of the block that was its own changes
+nothing for the others. So nobody need agree on a moment; it is enough to have seen everybody who is about to choose.
 """
 
 from __future__ import annotations
 
+import hashlib
+import heapq
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from blocktrain.protocol.buckets import place_of
-from blocktrain.protocol.ids import PeerId
+from blocktrain.protocol.ids import PeerId, peer_bytes
 from blocktrain.protocol.membership import Member
 
 TALL_TALE: Final = 10.0  # a claimed throughput counts for at most this many times the median
 ENOUGH_TO_SPARE: Final = 4  # replicas of which one may go to help a block that has a single one
 DANGER_TTLS: Final = 2.0  # for so many lives of a record a block must have been in danger: a restart is none
 STAGGER_REFRESHES: Final = 3.0  # between one candidate's turn to move and the next one's: time to be seen
+MOST_CHOOSERS: Final = 256  # that one division looks at: who floods a run with claims makes newcomers reckon, but not for long
 MOST_TURNS: Final = 32  # after so many turns all candidates that are left go at once, rather than never
 
 
@@ -36,9 +39,12 @@ class Load:
         self.tokens_per_s += tokens_per_s
         self.replicas += 1
 
-    def key(self) -> tuple[bool, float, int]:
-        """Lowest: most in need. A block that nobody holds comes before all."""
-        return self.replicas > 0, self.tokens_per_s, self.replicas
+    def key(self, usual: float, more: int = 0) -> tuple[bool, float, int]:
+        """Lowest: most in need, once `more` replicas of the usual speed have come. A block that nobody holds comes before all.
+
+        Rounded: in whatever order speeds were added up, equal loads are equal.
+        """
+        return self.replicas + more > 0, round(self.tokens_per_s / usual + more, 6), self.replicas + more
 
 
 def usual_speed(holders: Iterable[Member]) -> float:
@@ -60,48 +66,87 @@ def loads(blocks: int, holders: Sequence[Member]) -> list[Load]:
 
 def most_needed(blocks: int, holders: Sequence[Member], me: PeerId) -> int:
     """The block with the least throughput; then the fewest replicas; then one that depends on who asks, so that a crowd spreads at once."""
+    return divide(blocks, holders, [], me)
+
+
+def divide(blocks: int, holders: Sequence[Member], others: Iterable[PeerId], me: PeerId) -> int:
+    """Our block, where `others` choose as well: the outcome that everybody finds who sees the same.
+
+    Places are dealt out one by one to the neediest block, one for each chooser, each counted with the usual speed. Several blocks may be
+    in equal need of the last ones: then who gets which is left open until here. Of all (chooser, block) pairs, in the order of a hash, each
+    is taken whose chooser has no block yet and whose block has a place left. Taking a pair out beforehand, since that chooser holds
+    its block by now, leaves every later step as it was: that is why commits change nothing.
+    """
+    choosers = sorted({me, *sorted({*others} - {me}, key=lambda peer: (place_of(peer), peer))[: MOST_CHOOSERS - 1]})
+    sure, open_, spare = _places(blocks, holders, len(choosers))
+    wanted = [block for block in range(blocks) if sure[block] or block in open_]
+    pairs = sorted((_liking(peer, block), peer, block) for peer in choosers for block in wanted)
+    given: dict[PeerId, int] = {}
+    for _, peer, block in pairs:
+        if peer in given:
+            continue
+        if sure[block]:
+            sure[block] -= 1
+        elif block in open_ and spare:
+            open_.discard(block)
+            spare -= 1
+        else:
+            continue
+        given[peer] = block
+        if peer == me:
+            break
+    return given[me]
+
+
+def _places(blocks: int, holders: Sequence[Member], count: int) -> tuple[list[int], set[int], int]:
+    """`count` places, dealt to the neediest: each block's sure ones, the blocks that need the last ones equally, and how many those are."""
+    usual = usual_speed(holders)
     found = loads(blocks, holders)
-    return min(range(blocks), key=lambda block: (*found[block].key(), (place_of(me) + block) % blocks))
+    queue = [(found[block].key(usual), block) for block in range(blocks)]
+    heapq.heapify(queue)
+    dealt = [0] * blocks
+    last: list[int] = []  # of equal need
+    need = queue[0][0]
+    for _ in range(count):
+        key, block = queue[0]
+        if key != need:
+            need, last = key, []
+        last.append(block)
+        dealt[block] += 1
+        heapq.heapreplace(queue, (found[block].key(usual, dealt[block]), block))
+    for block in last:
+        dealt[block] -= 1
+    return dealt, {*last, *(block for key, block in queue if key == need)}, len(last)
 
 
-@dataclass(frozen=True)
-class Settled:
-    """Where a chooser should claim now. `firm`: its block has no claim too many, so it may commit."""
-
-    block: int
-    firm: bool
+def _liking(peer: PeerId, block: int) -> bytes:
+    return hashlib.sha256(peer_bytes(peer) + block.to_bytes(4, "big")).digest()[:8]
 
 
-def settle(blocks: int, holders: Sequence[Member], claims: Sequence[tuple[PeerId, int]], me: PeerId) -> Settled:
-    """The outcome of all claims, ours among them, as everybody who sees the same will find it.
+def surplus(blocks: int, holders: Sequence[Member], choosers: int, me: PeerId, block: int, until: float) -> int | None:
+    """Where we should go instead, we who have just committed to `block` and hold nothing yet: a claim was seen too late. None: stay.
 
-    Again and again the fullest block with a claim gives one to the neediest block, as long as that makes the swarm more even; of several
-    claims the one with the largest hash goes. Each claim goes at most once, so this ends.
+    Where moving one of those who have only just committed makes the swarm more even, the one who committed last goes to the neediest
+    block: the others may already be loading theirs.
+
+    Args:
+        holders: the others. Those that have only committed are known by their records, which have no address yet.
+        choosers: how many still choose; they are expected where they are needed most.
+        until: when our own record ends, which tells the others when we committed.
     """
     usual = usual_speed(holders)
     found = loads(blocks, holders)
-    staying: dict[int, list[PeerId]] = {}
-    for peer, block in sorted(set(claims), key=lambda claim: (place_of(claim[0]), claim[0])):
-        found[block].add(usual)
-        staying.setdefault(block, []).append(peer)
-    claimed = next(block for peer, block in claims if peer == me)
-    moved: dict[PeerId, int] = {}
-    given: set[int] = set()
-    while staying:
-        fullest = max(staying, key=lambda block: (*found[block].key(), block))
-        neediest = min(range(blocks), key=lambda block: (*found[block].key(), block))
-        a, b = found[fullest], found[neediest]
-        hole = b.replicas == 0 and a.replicas > 1
-        if not hole and b.tokens_per_s + usual >= a.tokens_per_s * (1 - 1e-9):
-            break
-        peer = staying[fullest].pop()
-        if not staying[fullest]:
-            del staying[fullest]
-        a.tokens_per_s, a.replicas = a.tokens_per_s - usual, a.replicas - 1
-        b.add(usual)
-        moved[peer] = neediest
-        given.add(fullest)
-    return Settled(moved.get(me, claimed), claimed not in given)
+    sure, open_, _ = _places(blocks, holders, choosers)
+    taken = [sure[each] + (each in open_) for each in range(blocks)] if choosers else sure
+    here, there = found[block].key(usual), min((found[each].key(usual, taken[each]), _liking(me, each), each) for each in range(blocks))
+    uneven = there[0][1] + 1 <= here[1] or (here[0] and not there[0][0])  # `here` is without us
+    committed = [(member.expires_at, member.peer) for member in holders if member.block == block and is_promise(member)]
+    return there[2] if uneven and max([(until, me), *committed])[1] == me else None
+
+
+def is_promise(member: Member) -> bool:
+    """Whether a holder has only committed so far: its node is not up yet."""
+    return member.phase == "joining" and not member.addresses
 
 
 class Mover:

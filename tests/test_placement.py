@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.protocol import ids, placement
+from blocktrain.protocol import ids
 from blocktrain.protocol.ids import PeerId
 from blocktrain.protocol.membership import Member
-from blocktrain.protocol.placement import Mover, most_needed, settle
+from blocktrain.protocol.placement import Mover, divide, most_needed, surplus
 
 NOW = 1_000_000.0
 
@@ -66,68 +66,70 @@ def test_a_tall_tale_about_speed_does_not_keep_helpers_away() -> None:
 # ---- many who choose at once ------------------------------------------------------------------------------------------------------------
 
 
-def test_of_too_many_claims_everybody_moves_the_same_ones_to_the_same_places() -> None:
-    claims = [(peer(number), 0) for number in range(8)]
-    outcome = [settle(4, [], claims, peer(number)) for number in range(8)]
-    assert sorted(settled.block for settled in outcome) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert not any(settled.firm for settled in outcome)  # nobody of block 0 commits before the others have gone
-    shuffled = [settle(4, [], random.Random(number).sample(claims, 8), peer(number)) for number in range(8)]
-    assert shuffled == outcome
+def everybodys(blocks: int, holders: list[Member], choosers: list[PeerId]) -> dict[PeerId, int]:
+    return {me: divide(blocks, holders, [peer for peer in choosers if peer != me], me) for me in choosers}
 
 
-def test_an_even_picture_is_firm_and_nobody_moves() -> None:
-    claims = [(peer(number), number % 4) for number in range(8)]
-    for number in range(8):
-        assert settle(4, [], claims, peer(number)) == placement.Settled(number % 4, True)
+def counts(blocks: int, holders: list[Member], given: dict[PeerId, int]) -> list[int]:
+    return [sum(m.block == block for m in holders) + sum(b == block for b in given.values()) for block in range(blocks)]
+
+
+@given(st.integers(1, 6), st.integers(1, 20))
+def test_a_crowd_is_divided_evenly_and_everybody_finds_the_same(blocks: int, count: int) -> None:
+    choosers = [peer(number) for number in range(count)]
+    given = everybodys(blocks, [], choosers)
+    assert max(counts(blocks, [], given)) - min(counts(blocks, [], given)) <= 1
+    assert everybodys(blocks, [], random.Random(1).sample(choosers, count)) == given
+
+
+@given(st.data())
+def test_who_of_a_crowd_has_committed_already_changes_nothing_for_the_others(data: st.DataObject) -> None:
+    blocks = data.draw(st.integers(1, 6), label="blocks")
+    choosers = [peer(number) for number in range(data.draw(st.integers(1, 14), label="choosers"))]
+    before = data.draw(st.lists(st.tuples(st.integers(0, blocks - 1), st.sampled_from([100.0, 250.0, 1000.0]))), label="holders")
+    holders = [holder(100 + number, block, speed) for number, (block, speed) in enumerate(before)]
+    final = everybodys(blocks, holders, choosers)
+    done = data.draw(st.sets(st.sampled_from(choosers)), label="committed")
+    promises = [holder(0, final[each], 0, "joining")._replace(peer=each) for each in done]
+    rest = [each for each in choosers if each not in done]
+    assert everybodys(blocks, [*holders, *promises], rest) == {each: final[each] for each in rest}
 
 
 def test_a_hole_is_filled_before_anything_is_evened_out() -> None:
     holders = [holder(1, 0, 0, "serving"), holder(2, 1, 10_000)]
-    claims = [(ME, 0)]
-    assert settle(3, holders, claims, ME).block == 2
+    assert divide(3, holders, [], ME) == 2
+    assert sorted(everybodys(3, holders, [peer(20), peer(21)]).values()) == [0, 2]
 
 
-def test_claims_even_out_throughput_around_holders_of_any_speed() -> None:
+def test_choosers_even_out_throughput_around_holders_of_any_speed() -> None:
     holders = [*held(1, speed=300), holder(7, 1, 100), holder(8, 2, 100)]
-    claims = [(peer(20 + number), 0) for number in range(4)]
-    final = [settle(3, holders, claims, claimer).block for claimer, _ in claims]
-    assert sorted(final) == [1, 1, 2, 2]
+    final = everybodys(3, holders, [peer(20 + number) for number in range(4)])
+    assert sorted(final.values()) == [1, 1, 2, 2]
 
 
-@given(st.data())
-def test_a_crowd_that_sees_each_other_late_still_ends_even_and_stops(data: st.DataObject) -> None:
-    """Every node acts on a view that may be some turns old for what the others wrote, but is exact for what has stood longer."""
-    blocks = data.draw(st.integers(2, 5), label="blocks")
-    count = data.draw(st.integers(1, 12), label="nodes")
-    rng = random.Random(data.draw(st.integers(0, 2**32), label="seed"))
-    names = [peer(number) for number in range(count)]
-    history: list[dict[PeerId, tuple[int, bool]]] = [{}]
-    claims: dict[PeerId, tuple[int, bool]] = {}  # block, committed
-    firm: dict[PeerId, int] = {}
-    for turn in range(400):
-        undecided = [name for name in names if not claims.get(name, (0, False))[1]]
-        if not undecided:
-            break
-        name = rng.choice(undecided)
-        late = rng.randrange(1 + min(3, turn))
-        view = history[-1 - late] if rng.random() < 0.3 else history[-1]
-        others = [(other, block) for other, (block, done) in view.items() if not done and other != name]
-        fixed = [replace_peer(block, other) for other, (block, done) in view.items() if done]
-        if name not in claims:
-            claims[name] = most_needed(blocks, fixed, name), False
-        else:
-            block = claims[name][0]
-            settled = settle(blocks, fixed, [*others, (name, block)], name)
-            firm[name] = firm.get(name, 0) + 1 if settled.firm and settled.block == block and view is history[-1] else 0
-            claims[name] = settled.block, firm[name] >= 2
-        history.append(dict(claims))
-    counts = [sum(block == each for block, _ in claims.values()) for each in range(blocks)]
-    assert all(done for _, done in claims.values()), "it does not stop"
-    assert max(counts) - min(counts) <= 1, counts
+def test_a_flood_of_claims_is_reckoned_with_up_to_a_bound() -> None:
+    flood = [peer(number) for number in range(600)]
+    assert divide(3, [], flood, ME) in range(3)
 
 
-def replace_peer(block: int, name: PeerId) -> Member:
-    return holder(0, block, 0, "joining")._replace(peer=name)
+def promise(number: int, block: int, until: float) -> Member:
+    return holder(number, block, 0, "joining")._replace(expires_at=until)
+
+
+def test_of_a_block_that_got_too_many_the_last_to_commit_goes_to_the_neediest() -> None:
+    crowd = [promise(1, 0, NOW + 1), promise(2, 0, NOW + 2), promise(3, 1, NOW + 3), promise(4, 1, NOW + 3), promise(5, 2, NOW + 3)]
+    assert surplus(3, crowd, 0, ME, 0, NOW + 9) == 2  # 3, 2, 1
+    assert surplus(3, crowd, 0, ME, 0, NOW + 1.5) is None  # somebody committed later: that one goes
+    assert surplus(3, crowd, 0, ME, 1, NOW + 9) == 2  # 2, 3, 1
+    assert surplus(3, crowd, 0, ME, 2, NOW + 9) is None  # 2, 2, 2
+    assert surplus(3, crowd, 1, ME, 0, NOW + 9) is None  # somebody still chooses, and will fill the gap
+    assert surplus(3, crowd[:4], 1, ME, 0, NOW + 9) == 2  # nobody holds it, and one alone will choose it
+    assert surplus(3, crowd[:2], 0, ME, 0, NOW + 9) in (1, 2)
+
+
+def test_who_holds_a_block_already_does_not_go_for_a_newcomer() -> None:
+    crowd = [holder(1, 0), holder(2, 0), holder(3, 1)._replace(expires_at=NOW + 99), holder(4, 1)]
+    assert surplus(3, crowd, 0, ME, 0, NOW + 9) == 2
 
 
 # ---- moving -----------------------------------------------------------------------------------------------------------------------------

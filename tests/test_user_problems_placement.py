@@ -24,7 +24,7 @@ from tests.conftest import LOOPBACK, MakeNet
 from tests.swarm_kit import TEXT, Live, Nodes, manifest, until
 
 pytestmark = pytest.mark.real
-PACE = Pace(pause_s=0.7, at_most_s=60.0)
+PACE = Pace(at_most_s=60.0)
 IDLE = Training(block=0, train=False)  # who holds what is all that matters here
 
 

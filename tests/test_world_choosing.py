@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from blocktrain.node import placing
 from blocktrain.protocol import placement
 from blocktrain.swarm_sim.world import choosing, virtual_loop
 from blocktrain.swarm_sim.world.checkers.even import Said, check
@@ -27,9 +28,9 @@ def test_a_seed_is_one_story_and_another_seed_another() -> None:
 
 
 def test_a_crowd_that_does_not_look_at_the_others_claims_is_found_to_be_uneven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        placement, "settle", lambda blocks, holders, claims, me: placement.Settled(next(b for peer, b in claims if peer == me), True)
-    )
+    divide = placement.divide
+    monkeypatch.setattr(placement, "divide", lambda blocks, holders, others, me: divide(blocks, [], [], me))
+    monkeypatch.setattr(placing, "CORRECTIONS", 0)
     found = next(choice for choice in choosing.search(0, 200) if choice.violations)
     assert any("uneven" in violation.what for violation in found.violations)
     assert choosing.tell(found.seed) == found
@@ -37,11 +38,8 @@ def test_a_crowd_that_does_not_look_at_the_others_claims_is_found_to_be_uneven(m
 
 
 def test_a_crowd_that_swings_to_and_fro_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        placement,
-        "settle",
-        lambda blocks, holders, claims, me: placement.Settled((next(b for peer, b in claims if peer == me) + 1) % blocks, False),
-    )
+    monkeypatch.setattr(placement, "surplus", lambda blocks, holders, choosers, me, block, until: (block + 1) % blocks)
+    monkeypatch.setattr(placing, "CORRECTIONS", 5)
     found = next(choice for choice in choosing.search(0, 200) if choice.violations)
     assert any("to and fro" in violation.what for violation in found.violations)
 
@@ -53,6 +51,7 @@ def test_the_checker_objects_to_who_is_late_never_commits_or_moves_for_nothing()
     assert wrong((1, 0, "joining", 0), (1, 1, "joining", 1), (9, 0, "training", 0)) == []
     assert wrong((1, 0, "joining", 0), (50, 1, "joining", 1)) == ["node 1 took 50 s to choose"]
     assert wrong((1, 0, "joining", 0), (1, 1, "choosing", 1))[0] == "node 1 never committed"
+    assert wrong((1, 0, "joining", 0), (1, 1, "joining", 0), (6, 1, "joining", 1), (9, 1, "training", 1)) == []
     assert "moved from block 1 to block 0" in wrong((1, 0, "joining", 0), (1, 1, "joining", 1), (60, 1, "training", 0))[0]
 
 

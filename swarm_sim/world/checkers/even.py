@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from blocktrain.swarm_sim.world.checkers.base import Violation
 
-MOST_CHANGES: Final = 6  # of one node's claim before it commits: it reacts, it does not swing to and fro
+MOST_CHANGES: Final = 4  # of one node's word before it trains: it reacts, it does not swing to and fro
 SLACK_S: Final = 12.0  # beyond a choice's own limit: a read that hangs, and the last word
 
 
@@ -33,6 +33,7 @@ def check(diary: Sequence[Said], nodes: int, blocks: int, starts_s: Sequence[flo
 
     claims: dict[int, list[Said]] = {number: [] for number in range(nodes)}
     final: dict[int, int] = {}
+    trained: set[int] = set()
     for said in diary:
         if said.phase == "choosing":
             claims[said.node].append(said)
@@ -40,9 +41,14 @@ def check(diary: Sequence[Said], nodes: int, blocks: int, starts_s: Sequence[flo
             final[said.node] = said.block
             if said.at_s > starts_s[said.node] + at_most_s + SLACK_S:
                 objects(said.at_s, f"node {said.node} took {said.at_s - starts_s[said.node]:.0f} s to choose")
+        elif said.block != final[said.node] and said.phase == "joining" and said.node not in trained:
+            claims[said.node].append(said)  # a commitment that was mended before anything was trained
+            final[said.node] = said.block
         elif said.block != final[said.node]:
             objects(said.at_s, f"node {said.node} moved from block {final[said.node]} to block {said.block}, though no block was in danger")
             final[said.node] = said.block
+        if said.phase == "training":
+            trained.add(said.node)
     for number in range(nodes):
         if len(claims[number]) > MOST_CHANGES:
             path = " → ".join(str(said.block) for said in claims[number])
