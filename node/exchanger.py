@@ -1,9 +1,9 @@
 """Carries out exchanges: the I/O and the compute that protocol/exchange.py orders, for one node.
 
-One method a side. Both take a snapshot, stream their encoded snapshots at once (transfer.py), let the replica compute and measure the merge
-off the loop, ask `acceptance.judge`, adopt, and tell each other the outcome. Training goes on all the while; the only thing that touches
-the live block is `adopt`, after every check. Whatever goes wrong ends as one `Ended` fact with a reason, and only then streams are closed:
-a peer that does not listen any more cannot hold up the next round.
+One method a side. Both take a snapshot, stream it to each other at once (transfer.py) while the replica encodes the one and merges the
+other off the loop, let it measure the merge, ask `acceptance.judge`, adopt, and tell each other the outcome. Training goes on all the
+while; the only thing that touches the live block is `adopt`, after every check. Whatever goes wrong ends as one `Ended` fact with a
+reason, and only then streams are closed: a peer that does not listen any more cannot hold up the next round.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 
 from blocktrain.node.events import Note, silent
-from blocktrain.node.ports import Replica, Snapshot, Stream, Terms, Transport, Trial
+from blocktrain.node.ports import Replica, Stream, Swap, Terms, Transport, Trial
 from blocktrain.node.transfer import Transfer
 from blocktrain.protocol import acceptance, limits
 from blocktrain.protocol.errors import Malformed, NetworkFault, PeerFault, Unfit
 from blocktrain.protocol.exchange import Exchange, Result, streams_for
 from blocktrain.protocol.facts import Answered, Ended, Fact, Published, SendOffer, Take
-from blocktrain.protocol.ids import NO_DIGEST, Digest, PeerId
+from blocktrain.protocol.ids import NO_DIGEST, PeerId
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.messages import CODECS, EXCHANGE, Accept, Decline, End, Lane, Message, Offer, Outcome
 
@@ -77,9 +77,8 @@ class _Swapped:
     """What an exchange has when both snapshots are through."""
 
     stream: Stream
-    mine: Snapshot
+    mine: Swap
     transfer: Transfer
-    terms: Terms
     keep: bool
 
 
@@ -130,8 +129,13 @@ class Exchanger:
 
     async def _propose(self, exchange: Exchange, order: SendOffer, stack: contextlib.AsyncExitStack) -> _Swapped | Result:
         """From the snapshot to the end of the transfer, or to the answer that ends the exchange. Streams are left to `stack`."""
-        mine = await self._snapshot_for(order.peer)
-        stream = await self._transport.open(order.peer, EXCHANGE, timeout_s=limits.OPEN_TIMEOUT_S)
+        opening = asyncio.create_task(self._transport.open(order.peer, EXCHANGE, timeout_s=limits.OPEN_TIMEOUT_S), name="exchange open")
+        try:
+            mine = await self._snapshot_for(order.peer)  # a step of training may be in hand; the stream opens meanwhile
+            stream = await opening
+        except BaseException:
+            await _abandon(opening)
+            raise
         stack.push_async_callback(_close, stream)
         offer = self._offer(order, mine)
         await stream.send(offer, timeout_s=limits.OPEN_TIMEOUT_S)
@@ -142,34 +146,32 @@ class Exchanger:
             if result is not None:
                 return result
             assert isinstance(answer, Accept)
-            transfer = Transfer(mine.payload, answer.size, offer.streams)
+            transfer = Transfer(mine, answer.size, offer.streams)
         except PeerFault as fault:
             await _object(stream, fault)
             raise
         self._report(Answered(order.exchange))
-        terms = Terms(order.peer, answer.round, answer.weight, Digest(answer.digest), answer.codec)
+        mine.meet(Terms(order.peer, answer.round, answer.weight, answer.codec), mine_first=exchange.mine_first)
         await stack.enter_async_context(self._lanes(order.peer, offer, transfer))
         await transfer.run(stream)
-        return _Swapped(stream, mine, transfer, terms, offer.keep)
+        return _Swapped(stream, mine, transfer, offer.keep)
 
     async def take(self, order: Take, offer: Offer, stream: Stream) -> None:
         """Accept an offer that the core decided to take, and see it through. Reports Ended."""
         self._note("exchange", exchange=order.exchange, peer=order.peer, ours=False, ends_at=order.deadline)
         exchange = Exchange(self.side.me, order.peer, order.exchange, ours=False, now=self._clock(), tau_s=order.deadline - self._clock())
         began = time.monotonic()
-        terms = Terms(order.peer, offer.round, offer.weight, Digest(offer.digest), offer.codec)
         transfer: Transfer | None = None
         try:
             async with asyncio.timeout(max(0.0, order.deadline - self._clock())):
-                mine = await self._replica.snapshot(offer.codec, offer.reference)
-                transfer = Transfer(mine.payload, offer.size, offer.streams)
+                mine = await self._replica.begin(offer.codec, offer.reference)
+                transfer = Transfer(mine, offer.size, offer.streams)
+                mine.meet(Terms(order.peer, offer.round, offer.weight, offer.codec), mine_first=exchange.mine_first)
                 self._expected[offer.exchange] = _Expected(transfer, order.peer, offer.streams)
-                await stream.send(
-                    Accept(order.exchange, mine.round, mine.weight, mine.digest, len(mine.payload), offer.codec),
-                    timeout_s=limits.OPEN_TIMEOUT_S,
-                )
+                accept = Accept(order.exchange, mine.round, mine.weight, mine.size, offer.codec)
+                await stream.send(accept, timeout_s=limits.OPEN_TIMEOUT_S)
                 await transfer.run(stream)
-            result = await self._settle(exchange, _Swapped(stream, mine, transfer, terms, offer.keep))
+            result = await self._settle(exchange, _Swapped(stream, mine, transfer, offer.keep))
         except TimeoutError:
             result = exchange.late()
         except NetworkFault as fault:
@@ -188,6 +190,8 @@ class Exchanger:
             if transfer is not None:
                 transfer.end()
         self._report(Ended(order.exchange, order.peer, result, time.monotonic() - began))
+        if result.kind == "merged":
+            await _hung_up(stream)
 
     async def lane(self, first: Lane, stream: Stream) -> None:
         """One more stream for an exchange that we took. Raises: NetworkFault: it is over; lanes may come too late."""
@@ -214,16 +218,16 @@ class Exchanger:
             self._known.popitem(last=False)
         return known
 
-    async def _snapshot_for(self, peer: PeerId) -> Snapshot:
+    async def _snapshot_for(self, peer: PeerId) -> Swap:
         """Ours, for an offer: sparse only where both sides keep a merge that it can be relative to."""
         if self.side.codec != "sparse":
-            return await self._replica.snapshot(self.side.codec)
+            return await self._replica.begin(self.side.codec)
         reference = self._know(peer).reference
         if not self._replica.has_reference(reference):
-            return await self._replica.snapshot(FULL_CODEC)
-        return await self._replica.snapshot("sparse", reference)
+            return await self._replica.begin(FULL_CODEC)
+        return await self._replica.begin("sparse", reference)
 
-    def _offer(self, order: SendOffer, mine: Snapshot) -> Offer:
+    def _offer(self, order: SendOffer, mine: Swap) -> Offer:
         side, known = self.side, self._know(order.peer)
         return Offer(
             exchange=order.exchange,
@@ -233,8 +237,7 @@ class Exchanger:
             round=mine.round,
             codec=mine.codec,
             weight=mine.weight,
-            digest=mine.digest,
-            size=len(mine.payload),
+            size=mine.size,
             reference=known.reference if mine.codec == "sparse" else NO_DIGEST,
             streams=side.streams or streams_for(known.rate_bytes_per_s, known.rtt_s),
             keep=side.codec == "sparse",
@@ -257,7 +260,7 @@ class Exchanger:
 
     def _measured(self, peer: PeerId, transfer: Transfer, verified_at: float) -> None:
         began_at = transfer.began_at or verified_at
-        size = len(transfer.theirs)
+        size = transfer.size
         self.timing = Timing(began_at, verified_at, size, transfer.lanes)
         self._know(peer).rate_bytes_per_s = size / max(1e-6, verified_at - began_at)
 
@@ -291,10 +294,11 @@ class Exchanger:
         """Verify, merge, judge, adopt; then tell and hear. Only the transfer before this is bound by τ; this is our own compute."""
         outcome: Outcome
         refusal: Result | None = None
-        mine, transfer = swapped.mine, swapped.transfer
+        transfer = swapped.transfer
+        assert transfer.seal is not None, "the transfer is through"
         trial: Trial | None = None
         try:
-            trial = await self._replica.consider(mine, transfer.theirs, swapped.terms, mine_first=exchange.mine_first)
+            trial = await swapped.mine.finish(transfer.seal)
             self._measured(exchange.peer, transfer, trial.verified_at)
             acceptance.judge(trial.measures, self.side.margin)
         except PeerFault as fault:
@@ -303,7 +307,7 @@ class Exchanger:
             outcome = Outcome(False, NO_DIGEST, fault.why[: limits.MAX_TEXT_CHARS])
         else:
             self._note_judged(exchange, trial, "")
-            published = await self._replica.adopt(trial, mine, keep=swapped.keep)
+            published = await self._replica.adopt(trial, keep=swapped.keep)
             exchange.judged(trial.digest)  # not before: a download can make the merge void, and then nothing of it is used
             details = {"round": published.round, "digest": published.digest, "peer": exchange.peer}
             self._note("published", how="merged", exchange=exchange.id, **details)
@@ -313,7 +317,7 @@ class Exchanger:
             if refusal is not None:  # what they make of it changes nothing any more; our place for the next exchange is worth more
                 await swapped.stream.send(outcome, timeout_s=OUTCOME_TIMEOUT_S)
                 return refusal
-            heard = await _tell_and_hear(exchange, swapped, outcome)
+            heard = await _tell_and_hear(swapped, outcome)
         except NetworkFault as fault:
             return refusal or exchange.silent(str(fault))
         if not isinstance(heard, Outcome):
@@ -329,16 +333,26 @@ class Exchanger:
         self._note("judged", exchange=exchange.id, peer=exchange.peer, ok=not why, reason=why, **measured)
 
 
-async def _tell_and_hear(exchange: Exchange, swapped: _Swapped, outcome: Outcome) -> Message:
-    """The offerer speaks first, so that it is the one who receives last, and hangs up."""
-    heard: Message | None = swapped.transfer.outcome
-    if exchange.ours:
-        await swapped.stream.send(outcome, timeout_s=OUTCOME_TIMEOUT_S)
-    if heard is None:
-        heard, _ = await swapped.stream.receive(timeout_s=OUTCOME_TIMEOUT_S)
-    if not exchange.ours:
-        await swapped.stream.send(outcome, timeout_s=OUTCOME_TIMEOUT_S)
+async def _tell_and_hear(swapped: _Swapped, outcome: Outcome) -> Message:
+    """Neither waits for the other's before it tells its own: that would be another way over the link."""
+    await swapped.stream.send(outcome, timeout_s=OUTCOME_TIMEOUT_S)
+    if swapped.transfer.outcome is not None:
+        return swapped.transfer.outcome
+    heard, _ = await swapped.stream.receive(timeout_s=OUTCOME_TIMEOUT_S)
     return heard
+
+
+async def _hung_up(stream: Stream) -> None:
+    """Wait until the offerer, who reads our outcome last, hangs up: if we did, what it has not read yet would be lost."""
+    with contextlib.suppress(NetworkFault, PeerFault):
+        await stream.receive(timeout_s=OUTCOME_TIMEOUT_S)
+
+
+async def _abandon(opening: asyncio.Task[Stream]) -> None:
+    """A stream that is not needed any more, and may be open by now."""
+    opening.cancel()
+    with contextlib.suppress(NetworkFault, asyncio.CancelledError):
+        await _close(await opening)
 
 
 async def _object(stream: Stream, fault: PeerFault) -> None:

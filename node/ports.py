@@ -88,24 +88,12 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """Our live parameters at one moment, encoded for one exchange. `payload` is immutable."""
-
-    codec: str
-    round: int
-    weight: float  # tokens trained since the last merge
-    digest: Digest  # blake3 of payload
-    payload: memoryview
-
-
-@dataclass(frozen=True)
 class Terms:
     """The other side's terms for a merge, from its Offer or Accept."""
 
     peer: PeerId
     round: int
     weight: float
-    digest: Digest
     codec: str
 
 
@@ -133,6 +121,50 @@ class Progress:
     learning_rate: float
 
 
+class Swap(Protocol):
+    """Our part of one exchange in compute: our live parameters at one moment on their way out, theirs on their way in, and the merge.
+
+    Nothing of it touches the block. All work happens in compute's thread, in the order in which it was asked for.
+    """
+
+    @property
+    def codec(self) -> str: ...
+
+    @property
+    def round(self) -> int: ...
+
+    @property
+    def weight(self) -> float:
+        """Tokens trained since the last merge."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Bytes of either encoded snapshot."""
+        ...
+
+    async def give(self) -> memoryview:
+        """The next bytes of our encoded snapshot, about a chunk; none after the last."""
+        ...
+
+    @property
+    def digest(self) -> Digest:
+        """blake3 of our encoded snapshot, when all of it was given."""
+        ...
+
+    def meet(self, terms: Terms, *, mine_first: bool) -> None:
+        """Theirs will come under these terms. `mine_first`: our peer id is the lower one."""
+        ...
+
+    async def take(self, data: Buffer) -> None:
+        """The next bytes of theirs, which are decoded and merged at once. They must not change any more. Raises: PeerFault."""
+        ...
+
+    async def finish(self, digest: Digest) -> Trial:
+        """Verify that all of theirs is there and has this digest, and measure the merge. Raises: PeerFault."""
+        ...
+
+
 class Replica(Protocol):
     """One block in training. Methods may be called from the event loop only; work happens in compute's threads."""
 
@@ -148,8 +180,8 @@ class Replica(Protocol):
         """Start training. `on_round` is called on the loop whenever H more steps passed since the last merge or own round."""
         ...
 
-    async def snapshot(self, codec: str, reference: bytes = b"") -> Snapshot:
-        """Encode the live parameters as they are now (between two steps). The exchange's own copy: training goes on.
+    async def begin(self, codec: str, reference: bytes = b"") -> Swap:
+        """Copy the live parameters as they are now (between two steps), for one exchange. Training goes on.
 
         Args:
             reference: for the sparse codec, the digest of the merge that both sides kept.
@@ -161,14 +193,7 @@ class Replica(Protocol):
         """Whether a merge is kept, so that sparse snapshots can be relative to it."""
         ...
 
-    async def consider(self, mine: Snapshot, payload: Buffer, terms: Terms, *, mine_first: bool) -> Trial:
-        """Decode, verify and merge, without touching the block. `mine_first`: our peer id is the lower one.
-
-        Raises: PeerFault: wrong size, digest, or not decodable.
-        """
-        ...
-
-    async def adopt(self, trial: Trial, mine: Snapshot, *, keep: bool = False) -> Published:
+    async def adopt(self, trial: Trial, *, keep: bool = False) -> Published:
         """Make a trial the published state; live += merged - own encoded snapshot. `keep` it as a reference for sparse snapshots."""
         ...
 

@@ -2,8 +2,8 @@
 
 One stream carries only about a window per round trip (facts §3), so a long link needs several. The exchange's own stream is the first
 lane; the offerer opens more, and both sides send on all that are up. Each lane takes the next chunk when it is free, so a slow lane
-carries less and none waits for another. The receiver puts chunks where they belong and knows which are missing; nothing is decoded
-before all are there and their digest is right.
+carries less and none waits for another. Ours is encoded while it is sent. Theirs is put in order, whichever lanes its chunks came on, and
+goes to the merge at once; what waits for that is bounded. Whether it is what they said shows in their Seal, and only then counts.
 """
 
 from __future__ import annotations
@@ -12,44 +12,52 @@ import asyncio
 import bisect
 import contextlib
 import time
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Coroutine
+from typing import Any, Final
 
-import numpy as np
-
-from blocktrain.node.ports import Stream
+from blocktrain.node.ports import Stream, Swap
 from blocktrain.protocol import limits
 from blocktrain.protocol.errors import Malformed, NetworkFault, PeerFault
-from blocktrain.protocol.messages import Chunk, End, Outcome
+from blocktrain.protocol.ids import Digest
+from blocktrain.protocol.messages import Chunk, End, Outcome, Seal
 
-CHUNK_BYTES: Final = limits.CHUNK_BYTES
+READY_CHUNKS: Final = 4  # encoded ahead of the lanes
+WAITING_BYTES: Final = 8 * 1024 * 1024  # of theirs, in order and not merged yet; above it we read no more
 
 
 class Transfer:
     """One exchange's two snapshots under way. Lanes may be added until it is over; the first that fails ends it.
 
     Attributes:
-        theirs: the received bytes, complete when `done` returns.
         began_at: time.monotonic() of our first chunk; None before.
+        seal: the digest that they gave, when `run` has returned.
         outcome: what they made of it, where that overtook chunks on other lanes.
         lanes: streams that take part.
     """
 
-    def __init__(self, payload: memoryview, size: int, streams: int = 1) -> None:
+    def __init__(self, swap: Swap, size: int, streams: int = 1) -> None:
         """`streams`: how many were agreed on. Raises: Malformed: the announced size is not that of a snapshot like ours."""
-        if size != len(payload):
-            raise Malformed(f"a snapshot of {size} bytes; ours has {len(payload)}")
-        self.theirs = np.empty(size, np.uint8).data
+        if size != swap.size:
+            raise Malformed(f"a snapshot of {size} bytes; ours has {swap.size}")
+        self.size = size
         self.began_at: float | None = None
+        self.seal: Digest | None = None
         self.outcome: Outcome | None = None
         self.lanes = 0
+        self._swap = swap
         self._streams = streams
         self._heard_at = time.monotonic()
-        self._payload = payload
-        self._to_send: Iterator[int] = iter(range(0, size, CHUNK_BYTES))
+        self._ready: asyncio.Queue[tuple[int, memoryview] | None] = asyncio.Queue(READY_CHUNKS)
+        self._unsent = size
+        self._sealed = False  # we have said what ours is
         self._missing = size
-        self._unsent = -(-size // CHUNK_BYTES)
         self._spans = _Spans()
+        self._waiting: dict[int, memoryview] = {}  # offset → bytes of theirs
+        self._waiting_bytes = 0
+        self._merged = 0  # bytes of theirs that are, or are being
+        self._unmerged = size
+        self._came = asyncio.Event()
+        self._went = asyncio.Event()
         self._finished = asyncio.Event()
         self._over = asyncio.Event()
         self._fault: BaseException | None = None
@@ -60,8 +68,9 @@ class Transfer:
         return self._finished.is_set()
 
     async def run(self, lane: Stream) -> None:
-        """Send and receive on the exchange's own stream until both snapshots are through. Raises: NetworkFault, PeerFault."""
-        await self._both(lane)
+        """Send and receive on the exchange's own stream until both snapshots are through and merged. Raises: NetworkFault, PeerFault."""
+        self.lanes += 1
+        await self._work(self._encode(), self._merge(), self._send(lane, last=True), self._receive(lane, last=True))
         if self._fault is not None:
             raise self._fault
 
@@ -71,8 +80,9 @@ class Transfer:
         Args:
             closes: we opened it: we say the last word on it, and the other side hangs up.
         """
-        with contextlib.suppress(NetworkFault, PeerFault):  # kept in `_fault`, and raised by `run`
-            await self._both(lane)
+        self.lanes += 1
+        with contextlib.suppress(NetworkFault, PeerFault):
+            await self._work(self._send(lane), self._receive(lane))
             await self._over.wait()
             if closes:
                 await lane.send(End("ok"), timeout_s=limits.OPEN_TIMEOUT_S)
@@ -84,56 +94,72 @@ class Transfer:
         self._over.set()
         self._finished.set()
 
-    async def _both(self, lane: Stream) -> None:
-        """A fault on a lane is everybody's: chunks that were under way on it are lost."""
-        self.lanes += 1
-        work = [
-            asyncio.create_task(self._send(lane), name="exchange-send"),
-            asyncio.create_task(self._receive(lane), name="exchange-receive"),
-        ]
-        finished = asyncio.create_task(self._finished.wait(), name="exchange-finished")
+    async def _work(self, *work: Coroutine[Any, Any, None]) -> None:
+        """Until the transfer is finished. A fault of one is everybody's: chunks that were under way on a lane are lost."""
+        tasks = [asyncio.create_task(each, name="exchange") for each in work]
+        finished = asyncio.create_task(self._finished.wait(), name="exchange finished")
         try:
-            await asyncio.wait((finished, *work), return_when=asyncio.FIRST_COMPLETED)
             while not self._finished.is_set():
-                failed = [task for task in work if task.done() and task.exception() is not None]
-                if failed:
-                    self._fail(failed[0].exception())
-                    break
-                await asyncio.wait({finished, *(task for task in work if not task.done())}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({finished, *(task for task in tasks if not task.done())}, return_when=asyncio.FIRST_COMPLETED)
+                failed = [task for task in tasks if task.done() and task.exception() is not None]
+                if failed and not self._finished.is_set():
+                    self._fault = failed[0].exception()
+                    self._finished.set()
         finally:
-            for task in (finished, *work):
+            for task in (finished, *tasks):
                 task.cancel()
-            await asyncio.gather(finished, *work, return_exceptions=True)
+            await asyncio.gather(finished, *tasks, return_exceptions=True)
 
-    def _fail(self, fault: BaseException | None) -> None:
-        if self._fault is None:
-            self._fault = fault
-        self._finished.set()
+    def _check(self) -> None:
+        if self._sealed and self.seal is not None and not self._unsent and not self._unmerged:
+            self._finished.set()
 
-    async def _send(self, lane: Stream) -> None:
-        for offset in self._to_send:
+    # ---- ours -------------------------------------------------------------------------------------------------------------------
+
+    async def _encode(self) -> None:
+        offset = 0
+        while data := await self._swap.give():
+            await self._ready.put((offset, data))
+            offset += len(data)
+        await self._ready.put(None)
+
+    async def _send(self, lane: Stream, *, last: bool = False) -> None:
+        """Until nothing is left to send; `last`: say what it was."""
+        while (ready := await self._ready.get()) is not None:
             if self.began_at is None:
                 self.began_at = time.monotonic()
-            await lane.send(Chunk(offset), self._payload[offset : offset + CHUNK_BYTES], timeout_s=limits.STALL_TIMEOUT_S)
-            self._unsent -= 1
+            offset, data = ready
+            await lane.send(Chunk(offset), data, timeout_s=limits.STALL_TIMEOUT_S)
+            self._unsent -= len(data)
+        self._ready.put_nowait(None)  # for the other lanes
+        if last:
+            await lane.send(Seal(self._swap.digest), timeout_s=limits.STALL_TIMEOUT_S)
+            self._sealed = True
         self._check()
 
-    async def _receive(self, lane: Stream) -> None:
-        """Until all is there. A lane may be silent as long as others are not."""
-        last = 0
-        while self._missing:
+    # ---- theirs -----------------------------------------------------------------------------------------------------------------
+
+    async def _receive(self, lane: Stream, *, last: bool = False) -> None:
+        """Until all is there; `last`: and sealed. A lane may be silent as long as others are not."""
+        end = 0
+        while self._missing or (last and self.seal is None):
             asked_at = time.monotonic()
             try:
-                message, body = await lane.receive(timeout_s=limits.STALL_TIMEOUT_S, max_body=CHUNK_BYTES)
+                message, body = await lane.receive(timeout_s=limits.STALL_TIMEOUT_S, max_body=limits.CHUNK_BYTES)
             except NetworkFault:
+                if not self._missing and (self.seal is not None or not last):
+                    return  # other lanes brought the rest
                 now = time.monotonic()
                 if now - asked_at < limits.STALL_TIMEOUT_S or now - self._heard_at >= limits.STALL_TIMEOUT_S:
                     raise
                 continue
             self._heard_at = time.monotonic()
             if isinstance(message, Chunk):
-                last = self._put(message, body, last)
-            elif isinstance(message, Outcome) and self._streams > 1 and self.outcome is None:
+                end = self._put(message, body, end)
+                await self._room()
+            elif isinstance(message, Seal) and last and self.seal is None:
+                self.seal = Digest(message.digest)
+            elif isinstance(message, Outcome) and self._streams > 1 and self.seal is not None and self.outcome is None:
                 self.outcome = message
                 return
             else:
@@ -145,15 +171,32 @@ class Transfer:
         """Take a chunk of a lane whose chunks ended at `last`. Returns where it ends. Raises: Malformed."""
         end = chunk.offset + len(body)
         in_order = chunk.offset == last if self._streams == 1 else chunk.offset >= last
-        if not body or end > len(self.theirs) or not in_order or not self._spans.add(chunk.offset, end):
-            raise Malformed(f"a chunk of {len(body)} bytes at {chunk.offset} after {last}: not a missing piece of {len(self.theirs)}")
-        self.theirs[chunk.offset : end] = body
+        if not body or end > self.size or not in_order or not self._spans.add(chunk.offset, end):
+            raise Malformed(f"a chunk of {len(body)} bytes at {chunk.offset} after {last}: not a missing piece of {self.size}")
+        self._waiting[chunk.offset] = body
+        self._waiting_bytes += len(body)
         self._missing -= len(body)
+        self._came.set()
         return end
 
-    def _check(self) -> None:
-        if not self._missing and not self._unsent:
-            self._finished.set()
+    async def _room(self) -> None:
+        """Wait until the merge has caught up. Where it waits for a chunk itself, every lane must go on: one of them brings it."""
+        while self._waiting_bytes > WAITING_BYTES and self._merged in self._waiting:
+            self._went.clear()
+            await self._went.wait()
+
+    async def _merge(self) -> None:
+        while self._unmerged:
+            while self._merged not in self._waiting:
+                self._came.clear()
+                await self._came.wait()
+            data = self._waiting.pop(self._merged)
+            self._merged += len(data)
+            self._waiting_bytes -= len(data)
+            self._went.set()
+            await self._swap.take(data)
+            self._unmerged -= len(data)
+        self._check()
 
 
 class _Spans:

@@ -3,11 +3,10 @@
     offerer                                   responder
     snapshot; Offer  ------------------------->  snapshot *now*
              <------------------------- Accept (or Decline, with a reason)
-    Chunk… ==================================>
-             <================================== Chunk…          both ways at once
-    verify, merge, judge                       verify, merge, judge
-    Outcome  -------------------------------->
-             <-------------------------------- Outcome; the offerer closes first
+    Chunk… Seal ==============================>
+             <============================== Chunk… Seal      both ways at once; encoded, hashed and merged while they pass
+    verify, judge                              verify, judge
+    Outcome  <------------------------------->  Outcome       as soon as each has judged; the offerer hangs up
 
 Both sides compute the merge from the two *encoded* snapshots and the two weights, so it is the same bits on both. Each side decides for
 itself whether to use it: there is no second phase, hence the *one-sided* case, where we used the merge and the other side did not (or

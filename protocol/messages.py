@@ -4,7 +4,7 @@ A stream begins with `Hello` from both sides (the opener sends its first request
 from the side that finishes last; whoever receives the last frame closes first (facts §3). Five kinds of stream:
 
   /blocktrain/1/info      Ask → Answer (body: manifest, or status as JSON)
-  /blocktrain/1/exchange  Offer → Accept | Decline; then Chunk… both ways at once; Outcome both ways; End      (protocol/exchange.py)
+  /blocktrain/1/exchange  Offer → Accept | Decline; then Chunk… and Seal, Outcome, both ways at once            (protocol/exchange.py)
                           Lane: more streams for the chunks of an accepted exchange; Chunk… both ways; End
   /blocktrain/1/state     Want → Have | End; Chunk…; End
   /blocktrain/1/sweep     Open → Ready | End; Step → Scored, as often as wanted; Close → End                   (protocol/sweep.py)
@@ -86,7 +86,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Offer:
-    """Proposes an exchange. The snapshot exists already: its digest fixes what will be sent."""
+    """Proposes an exchange. The snapshot was taken; it is encoded while it is sent, so its digest comes last, in a Seal."""
 
     exchange: bytes = schema.field(_ID)  # drawn by the offerer
     run: RunId = schema.field(_RUN)
@@ -95,8 +95,7 @@ class Offer:
     round: int = schema.field(_ROUND)  # of the offerer's published state
     codec: str = schema.field(Choice(CODECS))
     weight: float = schema.field(Float(0.0, 1e15))  # tokens trained since the last merge
-    digest: bytes = schema.field(_DIGEST)  # of the encoded snapshot
-    size: int = schema.field(_SIZE)  # its bytes
+    size: int = schema.field(_SIZE)  # bytes of the encoded snapshot
     reference: bytes = schema.field(Raw(DIGEST_BYTES), b"")  # sparse: the last merge that both sides share
     streams: int = schema.field(Int(1, 16), 1)  # over how many streams the snapshots are striped
     keep: bool = schema.field(Bool(), False)  # both sides shall keep the merge: a sparse offer relative to it will come
@@ -109,7 +108,6 @@ class Accept:
     exchange: bytes = schema.field(_ID)
     round: int = schema.field(_ROUND)
     weight: float = schema.field(Float(0.0, 1e15))
-    digest: bytes = schema.field(_DIGEST)
     size: int = schema.field(_SIZE)
     codec: str = schema.field(Choice(CODECS))
 
@@ -137,6 +135,13 @@ class Chunk:
     """A piece of a transfer; the body is its bytes. On one stream they come in order and join; lanes may share."""
 
     offset: int = schema.field(_SIZE)
+
+
+@dataclass(frozen=True)
+class Seal:
+    """Behind the last chunk on the exchange's own stream: what the whole snapshot is. Other lanes may still carry chunks."""
+
+    digest: bytes = schema.field(_DIGEST)  # blake3 of the encoded snapshot
 
 
 @dataclass(frozen=True)
@@ -255,13 +260,13 @@ class Close:
 
 
 Message: TypeAlias = (
-    Hello | End | Ask | Answer | Offer | Accept | Decline | Lane | Chunk | Outcome
+    Hello | End | Ask | Answer | Offer | Accept | Decline | Lane | Chunk | Seal | Outcome
     | Want | Have | Open | Link | Ready | Step | Scored | Close
 )  # fmt: skip
 _TYPES: Final[dict[str, type[Any]]] = {
     cls.__name__.lower(): cls
     for cls in (
-        Hello, End, Ask, Answer, Offer, Accept, Decline, Lane, Chunk, Outcome, Want, Have, Open, Link, Ready, Step, Scored, Close,
+        Hello, End, Ask, Answer, Offer, Accept, Decline, Lane, Chunk, Seal, Outcome, Want, Have, Open, Link, Ready, Step, Scored, Close,
     )
 }  # fmt: skip
 

@@ -152,6 +152,7 @@ def _compare(session: Session, name: str, ours: Ours, theirs: Theirs, *, codec: 
         f"{name}_theirs_cpu_s": plain.cpu_s,
         f"{name}_theirs_fp16_s": half.wall_s,
         f"{name}_theirs_peak_mib": theirs.peak_mib(),
+        f"{name}_theirs_wrong": theirs.wrong,
         f"{name}_matchmaking_s": statistics.median(s.waited_s for s in samples["fp32"]),
     }
 

@@ -200,7 +200,7 @@ class Lab:
                 _own_round(mine)
                 continue
             self.used_bad += bool(self.setting.attack) and other is self.learners[-1]
-            self._adopt(mine, other, merge.state, difference(merge.state, coder.reader(own, size, reference)))
+            self._adopt(mine, other, merge.state, difference(merge.state, coder.decode(own, size, reference)))
             mine.loss = after
 
     def _adopt(self, mine: Learner, other: Learner, state: Tensor, difference: Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import Final
 from blocktrain.node.compute import codecs, flat
 from blocktrain.protocol import limits
 from blocktrain.protocol.ids import NO_DIGEST, RunId
-from blocktrain.protocol.messages import Chunk, Hello, Message, Offer, Outcome, to_frame
+from blocktrain.protocol.messages import Chunk, Hello, Message, Offer, Outcome, Seal, to_frame
 from blocktrain.swarm_sim.benches import Session
 from blocktrain.swarm_sim.gossip_lab import ATTACKS, LO_FI, Lab, Setting, manifest_of
 from blocktrain.swarm_sim.gossip_lab import Outcome as End
@@ -28,12 +28,13 @@ MOMENTS: Final = ("local", "reset", "carried")
 
 
 def sent_bytes(codec: str, size: int) -> int:
-    """All that one side sends in an exchange of `size` parameters: hello, terms, chunks and outcome."""
+    """All that one side sends in an exchange of `size` parameters: hello, terms, chunks, seal and outcome."""
     payload = codecs.codec_of(codec).encoded_bytes(size)
     words: list[Message] = [
         Hello(1, 1, bytes(32), (0.2, 4.0), 0.0, "blocktrain/0.1", "small-world"),
-        Offer(bytes(16), RunId(bytes(32)), 0, "block", 1000, codec, 1e6, bytes(32), payload, bytes(32), 8, True),
+        Offer(bytes(16), RunId(bytes(32)), 0, "block", 1000, codec, 1e6, payload, bytes(32), 8, True),
         *(Chunk(begin) for begin in range(0, payload, limits.CHUNK_BYTES)),
+        Seal(NO_DIGEST),
         Outcome(True, NO_DIGEST),
     ]
     return payload + sum(len(to_frame(word)) for word in words)

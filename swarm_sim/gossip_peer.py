@@ -134,18 +134,22 @@ class Peer:
             await self._exchanger.take(Take(first.exchange, stream.peer, self._runtime.clock() + TAU_S), first, stream)
 
     async def _exchange(self, peer: str, codec: str, streams: int | None = None) -> dict[str, object]:
-        """Offer an exchange and see it through. Seconds are those of the whole, from the wish to the end."""
+        """Offer an exchange and see it through. `began` is the wish, `ended` the end, of time.monotonic()."""
         exchanger = self._exchanger
         assert exchanger is not None
         exchanger.side = replace(exchanger.side, codec=codec, streams=streams)
         began, cpu = time.monotonic(), time.process_time()
-        await exchanger.offer(SendOffer(self._runtime.rng.randbytes(16), PeerId(peer), self._runtime.clock() + TAU_S))
-        ended = await self._ended.get()
+        order = SendOffer(self._runtime.rng.randbytes(16), PeerId(peer), self._runtime.clock() + TAU_S)
+        offering = asyncio.create_task(exchanger.offer(order), name="offer")
+        ended = await self._ended.get()  # as a node's core hears it: streams are hung up after
+        end = time.monotonic()
+        await offering
         timing = exchanger.timing
         return {
             "kind": ended.result.kind,
             "why": ended.result.why,
-            "seconds": time.monotonic() - began,
+            "began": began,
+            "ended": end,
             "cpu_s": time.process_time() - cpu,
             "transfer_s": timing.verified_at - timing.first_chunk_at,
             "bytes": timing.payload_bytes,
@@ -156,7 +160,7 @@ class Peer:
         """The end of the exchange that somebody offered us."""
         async with asyncio.timeout(TAU_S):
             ended = await self._ended.get()
-        return {"kind": ended.result.kind, "why": ended.result.why, "seconds": ended.took_s}
+        return {"kind": ended.result.kind, "why": ended.result.why, "ended": time.monotonic()}
 
     async def _train(self) -> dict[str, object]:
         assert self._replica is not None

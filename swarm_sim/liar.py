@@ -19,9 +19,10 @@ from torch import Tensor
 
 from blocktrain.node.commands import checks, frame
 from blocktrain.node.commands.settings import ConfigFile
-from blocktrain.node.compute import codecs, flat
+from blocktrain.node.compute import flat
+from blocktrain.node.compute.replica import Swap
 from blocktrain.node.config import NodeConfig
-from blocktrain.node.ports import Buffer, Handler, Published, Replica, Server, Snapshot, Stream, Transport
+from blocktrain.node.ports import Buffer, Handler, Published, Replica, Server, Stream, Transport
 from blocktrain.node.service import Parts
 from blocktrain.protocol.errors import UsageError
 from blocktrain.protocol.messages import Chunk, Message
@@ -55,12 +56,13 @@ class LyingReplica:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._replica, name)
 
-    async def snapshot(self, codec: str, reference: bytes = b"") -> Snapshot:
-        true = await self._replica.snapshot("fp32" if codec == "sparse" else codec, reference)
-        coder, size = codecs.codec_of(true.codec), self._replica.state_bytes // 4
-        state = self._change(coder.decode(true.payload, size), flat.from_bytes(self._replica.state()[1], size))
-        payload = coder.encode(state)
-        return replace(true, payload=payload, digest=flat.digest(payload))
+    async def begin(self, codec: str, reference: bytes = b"") -> Swap:
+        swap = await self._replica.begin(codec, reference)
+        assert isinstance(swap, Swap), "of a TorchReplica"
+        ours = swap.halves.ours
+        ours.copy_(self._change(ours.clone(), flat.from_bytes(self._replica.state()[1], len(ours))))
+        swap.halves.checks = False
+        return swap
 
     def state(self) -> tuple[Published, memoryview]:
         published, payload = self._replica.state()

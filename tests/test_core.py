@@ -62,7 +62,7 @@ def only(decisions: list[f.Decision], kind: type) -> f.Decision:
 
 
 def offer(round: int = 5, block: int = 0) -> Offer:
-    return Offer(b"o" * 16, MANIFEST.run, block, "block", round, "bf16", 100.0, b"d" * 32, 8)
+    return Offer(b"o" * 16, MANIFEST.run, block, "block", round, "bf16", 100.0, 8)
 
 
 # ---- joining --------------------------------------------------------------------------------------------------------------------

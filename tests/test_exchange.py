@@ -14,8 +14,8 @@ from blocktrain.protocol.messages import Accept, Offer, Outcome
 ANN, BOB = PeerId("12D3KooWAnn"), PeerId("12D3KooWBob")
 ID = b"x" * 16
 MERGED = Digest(b"m" * 32)
-OFFER = Offer(ID, b"r" * 32, 0, "block", 3, "bf16", 100.0, b"d" * 32, 8)  # type: ignore[arg-type]
-ACCEPT = Accept(ID, 4, 90.0, b"e" * 32, 8, "bf16")
+OFFER = Offer(ID, b"r" * 32, 0, "block", 3, "bf16", 100.0, 8)  # type: ignore[arg-type]
+ACCEPT = Accept(ID, 4, 90.0, 8, "bf16")
 
 
 def mine() -> Exchange:
@@ -68,14 +68,14 @@ def test_a_decline_carries_its_reason() -> None:
 
 
 def test_an_accept_for_another_exchange_or_codec_is_wrong() -> None:
-    assert mine().accepted(Accept(b"y" * 16, 4, 1.0, b"e" * 32, 8, "bf16"), OFFER)
-    assert "codec" in mine().accepted(Accept(ID, 4, 1.0, b"e" * 32, 8, "int8"), OFFER)
+    assert mine().accepted(Accept(b"y" * 16, 4, 1.0, 8, "bf16"), OFFER)
+    assert "codec" in mine().accepted(Accept(ID, 4, 1.0, 8, "int8"), OFFER)
 
 
 def test_an_accept_that_tells_a_tall_tale_about_its_round_is_wrong() -> None:
     far = OFFER.round + FAR_BEHIND_ROUNDS
-    assert mine().accepted(Accept(ID, far, 1.0, b"e" * 32, 8, "bf16"), OFFER) == ""
-    assert "round" in mine().accepted(Accept(ID, far + 1, 1.0, b"e" * 32, 8, "bf16"), OFFER)
+    assert mine().accepted(Accept(ID, far, 1.0, 8, "bf16"), OFFER) == ""
+    assert "round" in mine().accepted(Accept(ID, far + 1, 1.0, 8, "bf16"), OFFER)
 
 
 def test_the_first_end_stands() -> None:

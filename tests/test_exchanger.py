@@ -13,14 +13,15 @@ import torch
 from blocktrain.node.compute import codecs, flat
 from blocktrain.node.compute.replica import TorchReplica
 from blocktrain.node.exchanger import Exchanger, Side
-from blocktrain.node.ports import Snapshot, Stream
+from blocktrain.node.ports import Buffer, Published, Stream, Swap, Trial
 from blocktrain.protocol import acceptance, limits
 from blocktrain.protocol import facts as f
 from blocktrain.protocol.errors import BlocktrainError
 from blocktrain.protocol.exchange import Result
 from blocktrain.protocol.handshake import Greeting
 from blocktrain.protocol.ids import NO_DIGEST, Digest
-from blocktrain.protocol.messages import EXCHANGE, Accept, Chunk, Decline, End, Offer, Outcome
+from blocktrain.protocol.messages import EXCHANGE, Accept, Chunk, Decline, End, Offer, Outcome, Seal
+from tests.merges import Snapshot, snapshot_of
 from tests.swarm_kit import manifest, replica, until
 from tests.twins import Swarm, Twin, peer_named
 
@@ -62,15 +63,15 @@ class Party:
     async def bits(self) -> tuple[Digest, object, bytes]:
         """Live parameters, published word, published state."""
         published, state = self.replica.state()
-        return (await self.replica.snapshot("fp32")).digest, published, bytes(state)
+        return (await snapshot_of(self.replica, "fp32")).digest, published, bytes(state)
 
     async def accept(self, offer: Offer, **changes: object) -> tuple[Accept, Snapshot]:
-        mine = await self.replica.snapshot(CODEC)
-        return replace(Accept(offer.exchange, 3, mine.weight, mine.digest, len(mine.payload), CODEC), **changes), mine  # type: ignore[arg-type]
+        mine = await snapshot_of(self.replica, CODEC)
+        return replace(Accept(offer.exchange, 3, mine.weight, len(mine.payload), CODEC), **changes), mine  # type: ignore[arg-type]
 
     async def proposal(self, **changes: object) -> tuple[Offer, Snapshot]:
-        mine = await self.replica.snapshot(CODEC)
-        offer = Offer(ID, RUN.run, 0, "block", 3, CODEC, mine.weight, mine.digest, len(mine.payload))
+        mine = await snapshot_of(self.replica, CODEC)
+        offer = Offer(ID, RUN.run, 0, "block", 3, CODEC, mine.weight, len(mine.payload))
         return replace(offer, **changes), mine  # type: ignore[arg-type]
 
 
@@ -102,7 +103,7 @@ async def pair() -> AsyncIterator[Pair]:
 
 async def settled(party: Party) -> None:
     """Wait for the step in hand: two snapshots in a row are the same."""
-    while (await party.replica.snapshot("fp32")).digest != (await party.replica.snapshot("fp32")).digest:
+    while (await snapshot_of(party.replica, "fp32")).digest != (await snapshot_of(party.replica, "fp32")).digest:
         pass
 
 
@@ -156,6 +157,20 @@ async def test_a_slow_link_is_no_fault(pair: Pair) -> None:
 # ---- we offer, and the other side breaks it off at some point ---------------------------------------------------------------------------
 
 Trick = Callable[[Stream, Party, Offer], Awaitable[None]]
+
+
+async def send_whole(stream: Stream, payload: Buffer, digest: Digest) -> None:
+    """All chunks and the seal."""
+    view = memoryview(payload)
+    for begin in range(0, len(view), limits.CHUNK_BYTES):
+        await stream.send(Chunk(begin), view[begin : begin + limits.CHUNK_BYTES], timeout_s=1)
+    await stream.send(Seal(digest), timeout_s=1)
+
+
+async def receive_whole(stream: Stream) -> None:
+    """All chunks of the other side, and its seal."""
+    while not isinstance((await stream.receive(timeout_s=5, max_body=limits.MAX_BODY_BYTES))[0], Seal):
+        pass
 
 
 async def forever() -> None:
@@ -213,7 +228,7 @@ async def give_up_in_the_middle(stream: Stream, me: Party, offer: Offer) -> None
 async def transfer_too_much(stream: Stream, me: Party, offer: Offer) -> None:
     accept, mine = await me.accept(offer)
     await stream.send(accept, timeout_s=1)
-    await stream.send(Chunk(0), bytes(mine.payload) + b"more", timeout_s=1)
+    await send_whole(stream, bytes(mine.payload) + b"more", mine.digest)
 
 
 async def transfer_out_of_order(stream: Stream, me: Party, offer: Offer) -> None:
@@ -230,8 +245,8 @@ async def transfer_empty_chunks(stream: Stream, me: Party, offer: Offer) -> None
 async def transfer_other_bytes(stream: Stream, me: Party, offer: Offer) -> None:
     accept, mine = await me.accept(offer)
     await stream.send(accept, timeout_s=1)
-    await stream.send(Chunk(0), bytes(len(mine.payload)), timeout_s=1)
-    await stream.receive(timeout_s=5, max_body=limits.MAX_BODY_BYTES)
+    await send_whole(stream, bytes(len(mine.payload)), mine.digest)
+    await receive_whole(stream)
 
 
 def transfer(change: Callable[[torch.Tensor], torch.Tensor]) -> Trick:
@@ -239,9 +254,9 @@ def transfer(change: Callable[[torch.Tensor], torch.Tensor]) -> Trick:
         _, mine = await me.accept(offer)
         coder = codecs.codec_of(CODEC)
         payload = coder.encode(change(coder.decode(mine.payload, me.replica.state_bytes // 4).clone()))
-        await stream.send((await me.accept(offer, digest=flat.digest(payload)))[0], timeout_s=1)
-        await stream.send(Chunk(0), payload, timeout_s=1)
-        await stream.receive(timeout_s=5, max_body=limits.MAX_BODY_BYTES)
+        await stream.send((await me.accept(offer))[0], timeout_s=1)
+        await send_whole(stream, payload, flat.digest(payload))
+        await receive_whole(stream)
         await stream.receive(timeout_s=5)
 
     return poisoned
@@ -333,8 +348,8 @@ def after_the_transfer(end: Callable[[Stream, Outcome], Awaitable[None]]) -> Tri
     async def behave(stream: Stream, me: Party, offer: Offer) -> None:
         accept, mine = await me.accept(offer)
         await stream.send(accept, timeout_s=1)
-        await stream.send(Chunk(0), mine.payload, timeout_s=1)
-        await stream.receive(timeout_s=5, max_body=limits.MAX_BODY_BYTES)
+        await send_whole(stream, mine.payload, mine.digest)
+        await receive_whole(stream)
         outcome, _ = await stream.receive(timeout_s=5)
         assert isinstance(outcome, Outcome)
         await end(stream, outcome)
@@ -389,20 +404,19 @@ async def test_a_download_during_an_exchange_makes_its_merge_void_and_nothing_of
     """The merge was computed from a block that is not there any more."""
     donor_state = bytes(pair.other.replica.state()[1])
     digest = pair.other.replica.published().digest
-    consider = pair.honest.replica.consider
+    adopt = pair.honest.replica.adopt
 
-    async def overtaken(*given: object, **named: object) -> object:
-        trial = await consider(*given, **named)  # type: ignore[arg-type]
+    async def overtaken(trial: Trial, *, keep: bool = False) -> Published:
         await pair.honest.replica.load(donor_state, 70, digest)
-        return trial
+        return await adopt(trial, keep=keep)
 
-    pair.honest.replica.consider = overtaken  # type: ignore[method-assign, assignment]
+    pair.honest.replica.adopt = overtaken  # type: ignore[method-assign]
     await pair.other.twin.transport.serve(EXCHANGE, pair.other.answer)
     result = await pair.honest.offer_to(pair.other)
     assert (result.kind, result.offence) == ("lost", False)
     assert "downloaded state" in result.why
     assert pair.honest.replica.published().round == 70
-    pair.honest.replica.consider = consider  # type: ignore[method-assign]
+    pair.honest.replica.adopt = adopt  # type: ignore[method-assign]
     await until(lambda: any(isinstance(fact, f.Ended) for fact in pair.other.facts), "the responder does not end")
     assert pair.other.ended().kind == "one_sided"
 
@@ -449,7 +463,7 @@ async def too_much(stream: Stream, mine: Snapshot) -> None:
 
 
 async def other_bytes(stream: Stream, mine: Snapshot) -> None:
-    await stream.send(Chunk(0), bytes(len(mine.payload)), timeout_s=1)
+    await send_whole(stream, bytes(len(mine.payload)), mine.digest)
 
 
 async def offer_again(stream: Stream, mine: Snapshot) -> None:
@@ -482,13 +496,13 @@ async def test_a_taken_offer_that_goes_wrong_changes_no_bit_and_the_next_one_wor
 
 async def test_a_claim_of_boundless_work_moves_the_merge_no_further_than_the_bound(pair: Pair) -> None:
     """5 : 1 at most, whatever the offer says."""
-    ours = flat.from_bytes((await pair.honest.replica.snapshot("fp32")).payload, pair.honest.replica.state_bytes // 4)
-    theirs = flat.from_bytes((await pair.other.replica.snapshot("fp32")).payload, pair.honest.replica.state_bytes // 4)
+    ours = flat.from_bytes((await snapshot_of(pair.honest.replica, "fp32")).payload, pair.honest.replica.state_bytes // 4)
+    theirs = flat.from_bytes((await snapshot_of(pair.other.replica, "fp32")).payload, pair.honest.replica.state_bytes // 4)
 
     async def complete(stream: Stream, mine: Snapshot) -> None:
         await stream.receive(timeout_s=5)
-        await stream.send(Chunk(0), mine.payload, timeout_s=1)
-        await stream.receive(timeout_s=5, max_body=limits.MAX_BODY_BYTES)
+        await send_whole(stream, mine.payload, mine.digest)
+        await receive_whole(stream)
         await stream.send(Outcome(False, NO_DIGEST, "no"), timeout_s=1)
         await stream.receive(timeout_s=5)
 
@@ -505,13 +519,13 @@ async def test_a_claim_of_boundless_work_moves_the_merge_no_further_than_the_bou
 async def test_our_own_failure_ends_the_exchange_for_the_core_too(pair: Pair, error: Exception) -> None:
     """Else a node would wait for ever for an exchange that nobody carries out."""
 
-    async def broken(codec: str, reference: bytes = b"") -> Snapshot:
+    async def broken(codec: str, reference: bytes = b"") -> Swap:
         raise error
 
-    mine, pair.honest.replica.snapshot = pair.honest.replica.snapshot, broken  # type: ignore[method-assign, assignment]
+    mine, pair.honest.replica.begin = pair.honest.replica.begin, broken  # type: ignore[method-assign, assignment]
     result = await offer_and(pair, nothing_more)
     assert result == Result("lost", "our side failed")
-    pair.honest.replica.snapshot = mine  # type: ignore[method-assign]
+    pair.honest.replica.begin = mine  # type: ignore[method-assign]
     await merge_works(pair)
 
 

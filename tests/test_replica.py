@@ -16,12 +16,13 @@ from blocktrain.node.compute.adamw import FusedAdamW
 from blocktrain.node.compute.device import Mover
 from blocktrain.node.compute.replica import Options, TorchReplica
 from blocktrain.node.compute.trainer import Tensors, Trainer, TrainingFailed
-from blocktrain.node.ports import Published, Snapshot, Terms, Trial
+from blocktrain.node.ports import Published, Trial
 from blocktrain.protocol.acceptance import judge
 from blocktrain.protocol.errors import BlocktrainError, DoesNotFit, NetworkFault, PeerFault, UsageError
 from blocktrain.protocol.exchange import shares, tokens_per_round
-from blocktrain.protocol.ids import Digest, PeerId
+from blocktrain.protocol.ids import Digest
 from blocktrain.protocol.manifest import Manifest, Model, Noise, Optimizer, Schedule
+from tests.merges import Said, Snapshot, merge_of, snapshot_of, terms_of
 
 H, BATCH, T = 5, 4, 16
 PER_STEP = BATCH * T
@@ -141,13 +142,9 @@ def keep(trainer: Trainer, shelf: Shelf, published: Published, state: memoryview
     shelf.write(frozen.tensors(shapes, trainer.mover) | served, header)
 
 
-def terms(snapshot: Snapshot, peer: str = "other") -> Terms:
-    return Terms(PeerId(peer), snapshot.round, snapshot.weight, snapshot.digest, snapshot.codec)
-
-
 async def live(replica: TorchReplica) -> torch.Tensor:
     """The live parameters, by the lossless codec."""
-    return codecs.codec_of("fp32").decode((await replica.snapshot("fp32")).payload, replica.state_bytes // 4)
+    return codecs.codec_of("fp32").decode((await snapshot_of(replica, "fp32")).payload, replica.state_bytes // 4)
 
 
 def decoded(snapshot: Snapshot, replica: TorchReplica) -> torch.Tensor:
@@ -160,14 +157,14 @@ def decoded(snapshot: Snapshot, replica: TorchReplica) -> torch.Tensor:
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
 async def test_an_exchange_gives_both_sides_the_same_state_and_keeps_what_the_codec_lost(make: Make, codec: str) -> None:
     low, high = await apart(make)
-    mine, theirs = await low.snapshot(codec), await high.snapshot(codec)
+    mine, theirs = await snapshot_of(low, codec), await snapshot_of(high, codec)
     before = [await live(low), await live(high)]
-    at_low = await low.consider(mine, theirs.payload, terms(theirs), mine_first=True)
-    at_high = await high.consider(theirs, mine.payload, terms(mine), mine_first=False)
+    at_low = await merge_of(low, mine, theirs.payload, terms_of(theirs), mine_first=True)
+    at_high = await merge_of(high, theirs, mine.payload, terms_of(mine), mine_first=False)
     judge(at_low.measures, 0.5)
     assert at_low.digest == at_high.digest
 
-    adopted = await low.adopt(at_low, mine), await high.adopt(at_high, theirs)
+    adopted = await low.adopt(at_low), await high.adopt(at_high)
     assert adopted[0] == adopted[1] == Published(1, at_low.digest)
     assert low.state()[0] == adopted[0]
     assert bytes(low.state()[1]) == bytes(high.state()[1])
@@ -177,15 +174,15 @@ async def test_an_exchange_gives_both_sides_the_same_state_and_keeps_what_the_co
     assert parts[0] < parts[1], "who trained more weighs more"
     merged = flat.merge(decoded(mine, low), decoded(theirs, high), parts)
     assert bytes(flat.to_bytes(merged)) == bytes(low.state()[1])
-    assert (await low.snapshot(codec)).weight == (await high.snapshot(codec)).weight == 0, "all that was trained is in the merge"
+    assert (await snapshot_of(low, codec)).weight == (await snapshot_of(high, codec)).weight == 0, "all that was trained is in the merge"
     for replica, was, own in ((low, before[0], mine), (high, before[1], theirs)):
         assert torch.equal(await live(replica), was + (merged - decoded(own, replica))), "live += merged - own encoded snapshot"
 
 
 async def test_what_was_measured_is_what_happened(make: Make) -> None:
     low, high = await apart(make)
-    mine, theirs = await low.snapshot("fp32"), await high.snapshot("fp32")
-    measures = (await low.consider(mine, theirs.payload, terms(theirs), mine_first=True)).measures
+    mine, theirs = await snapshot_of(low, "fp32"), await snapshot_of(high, "fp32")
+    measures = (await merge_of(low, mine, theirs.payload, terms_of(theirs), mine_first=True)).measures
     ours, other = decoded(mine, low), decoded(theirs, high)
     assert measures.finite
     assert measures.distance == pytest.approx(float((ours - other).norm()), rel=1e-4)
@@ -199,20 +196,20 @@ async def test_what_was_measured_is_what_happened(make: Make) -> None:
 
 async def test_a_trial_that_is_not_adopted_leaves_the_block_bit_for_bit(make: Make) -> None:
     low, high = await apart(make)
-    before, state = (await low.snapshot("fp32")).digest, low.state()
-    mine, theirs = await low.snapshot("bf16"), await high.snapshot("bf16")
-    await low.consider(mine, theirs.payload, terms(theirs), mine_first=True)
-    assert (await low.snapshot("fp32")).digest == before
+    before, state = (await snapshot_of(low, "fp32")).digest, low.state()
+    mine, theirs = await snapshot_of(low, "bf16"), await snapshot_of(high, "bf16")
+    await merge_of(low, mine, theirs.payload, terms_of(theirs), mine_first=True)
+    assert (await snapshot_of(low, "fp32")).digest == before
     assert low.state() == state
     assert low.progress().heldout is None
 
 
-def poisoned(snapshot: Snapshot, change: Callable[[torch.Tensor], None], size: int) -> tuple[bytes, Terms]:
+def poisoned(snapshot: Snapshot, change: Callable[[torch.Tensor], None], size: int) -> tuple[bytes, Said]:
     """Another payload with honest terms: only its content is wrong."""
     state = codecs.codec_of("fp32").decode(snapshot.payload, size)
     change(state)
     payload = bytes(flat.to_bytes(state))
-    return payload, replace(terms(snapshot), digest=flat.digest(payload))
+    return payload, replace(terms_of(snapshot), digest=flat.digest(payload))
 
 
 @pytest.mark.parametrize(
@@ -227,40 +224,39 @@ def poisoned(snapshot: Snapshot, change: Callable[[torch.Tensor], None], size: i
 )
 async def test_a_poisoned_snapshot_is_measured_and_refused(make: Make, change: Callable[[torch.Tensor], None], why: str) -> None:
     low, high = await apart(make)
-    before = (await low.snapshot("fp32")).digest
-    mine, theirs = await low.snapshot("fp32"), await high.snapshot("fp32")
+    before = (await snapshot_of(low, "fp32")).digest
+    mine, theirs = await snapshot_of(low, "fp32"), await snapshot_of(high, "fp32")
     payload, said = poisoned(theirs, change, high.state_bytes // 4)
-    trial = await low.consider(mine, payload, said, mine_first=True)
+    trial = await merge_of(low, mine, payload, said, mine_first=True)
     with pytest.raises(PeerFault, match=why):
         judge(trial.measures, 0.1)
-    assert (await low.snapshot("fp32")).digest == before
+    assert (await snapshot_of(low, "fp32")).digest == before
     assert low.published().round == 0
 
 
 async def test_a_snapshot_that_breaks_the_agreement_is_the_peers_fault(make: Make) -> None:
     low, high = await apart(make)
-    mine, theirs = await low.snapshot("bf16"), await high.snapshot("bf16")
+    mine, theirs = await snapshot_of(low, "bf16"), await snapshot_of(high, "bf16")
     bad = bytearray(theirs.payload)
     bad[5] ^= 1
     short = theirs.payload[:-2]
     for payload, said, why in (
-        (bad, terms(theirs), "digest"),
-        (short, replace(terms(theirs), digest=flat.digest(short)), "bytes"),
-        (theirs.payload, replace(terms(theirs), codec="zip"), "zip"),
+        (bad, terms_of(theirs), "digest"),
+        (short, replace(terms_of(theirs), digest=flat.digest(short)), "bytes"),
     ):
         with pytest.raises(PeerFault, match=why):
-            await low.consider(mine, payload, said, mine_first=True)
+            await merge_of(low, mine, payload, said, mine_first=True)
     with pytest.raises(PeerFault, match="codec"):
-        await low.snapshot("zip")
+        await snapshot_of(low, "zip")
 
 
 async def test_only_what_was_trained_since_the_snapshot_of_the_last_merge_counts_as_weight(make: Make) -> None:
     a = make()
     await train_rounds(a)
-    mine = await a.snapshot("bf16")
-    trial = await a.consider(mine, mine.payload, terms(mine), mine_first=True)
-    await a.adopt(trial, mine)
-    after = await a.snapshot("bf16")
+    mine = await snapshot_of(a, "bf16")
+    trial = await merge_of(a, mine, mine.payload, terms_of(mine), mine_first=True)
+    await a.adopt(trial)
+    after = await snapshot_of(a, "bf16")
     total = a.progress().tokens
     assert mine.weight >= H * PER_STEP
     assert mine.weight % PER_STEP == after.weight % PER_STEP == 0
@@ -275,12 +271,12 @@ async def test_training_goes_on_while_a_snapshot_and_a_published_state_stand_sti
     a = make()
     await train_rounds(a)
     published = await a.publish_own()
-    snapshot, state = await a.snapshot("bf16"), a.state()[1]
+    snapshot, state = await snapshot_of(a, "bf16"), a.state()[1]
     was = bytes(state)
     steps = a.progress().steps
     async with asyncio.timeout(DEADLINE_S):
         while a.progress().steps < steps + 2 * H:
-            later = await a.snapshot("bf16")
+            later = await snapshot_of(a, "bf16")
     assert later.digest != snapshot.digest
     assert flat.digest(snapshot.payload) == snapshot.digest
     assert bytes(state) == was == bytes(a.state()[1])
@@ -312,9 +308,9 @@ async def test_a_round_is_told_every_h_steps_and_a_merge_starts_the_count_again(
     a = make()
     await train_rounds(a, 3)
     assert a.progress().steps >= 3 * H
-    mine = await a.snapshot("fp32")
+    mine = await snapshot_of(a, "fp32")
     counted = a.progress().steps_since_merge
-    await a.adopt(await a.consider(mine, mine.payload, terms(mine), mine_first=True), mine)
+    await a.adopt(await merge_of(a, mine, mine.payload, terms_of(mine), mine_first=True))
     assert a.progress().steps_since_merge < counted
 
 
@@ -330,7 +326,7 @@ async def test_a_downloaded_state_replaces_the_block_and_forgets_its_moments(mak
     assert joiner.progress().heldout == donor.progress().heldout
     idle = make(9)
     await idle.load(bytes(state), 30, published.digest)
-    snapshot = await idle.snapshot("fp32")
+    snapshot = await snapshot_of(idle, "fp32")
     assert bytes(snapshot.payload) == bytes(state)
     assert (snapshot.round, snapshot.weight) == (30, 0)
 
@@ -354,37 +350,37 @@ async def test_an_older_download_is_not_taken_and_a_broken_one_is_the_peers_faul
 
 async def test_a_merge_from_before_a_download_is_void(make: Make) -> None:
     low, high = await apart(make)
-    mine, theirs = await low.snapshot("bf16"), await high.snapshot("bf16")
-    trial = await low.consider(mine, theirs.payload, terms(theirs), mine_first=True)
+    mine, theirs = await snapshot_of(low, "bf16"), await snapshot_of(high, "bf16")
+    trial = await merge_of(low, mine, theirs.payload, terms_of(theirs), mine_first=True)
     loaded = await low.load(bytes(high.state()[1]), 40, high.published().digest)
     with pytest.raises(NetworkFault, match="downloaded state"):
-        await low.adopt(trial, mine)
+        await low.adopt(trial)
     assert low.published() == loaded
-    assert bytes((await low.snapshot("fp32")).payload) == bytes(high.state()[1])
+    assert bytes((await snapshot_of(low, "fp32")).payload) == bytes(high.state()[1])
 
 
 async def test_an_own_round_during_an_exchange_does_not_hide_the_merge(make: Make) -> None:
     """Whichever is first: the merge is what is published in the end, in a round of its own."""
     low, high = await apart(make)
-    mine, theirs = await low.snapshot("bf16"), await high.snapshot("bf16")
-    trial = await low.consider(mine, theirs.payload, terms(theirs), mine_first=True)
-    own, merge = await asyncio.gather(low.publish_own(), low.adopt(trial, mine))
+    mine, theirs = await snapshot_of(low, "bf16"), await snapshot_of(high, "bf16")
+    trial = await merge_of(low, mine, theirs.payload, terms_of(theirs), mine_first=True)
+    own, merge = await asyncio.gather(low.publish_own(), low.adopt(trial))
     assert low.published() == merge
     assert merge.digest == trial.digest
     assert own == merge or own.round < merge.round
 
     after = await low.publish_own()
-    again: Trial = await low.consider(mine, theirs.payload, terms(theirs), mine_first=True)
+    again: Trial = await merge_of(low, mine, theirs.payload, terms_of(theirs), mine_first=True)
     assert again.round == after.round + 1
 
 
 async def test_a_merge_never_takes_a_round_that_has_passed(make: Make) -> None:
     low, high = await apart(make)
-    mine, theirs = await low.snapshot("bf16"), await high.snapshot("bf16")
-    trial = await low.consider(mine, theirs.payload, terms(theirs), mine_first=True)
+    mine, theirs = await snapshot_of(low, "bf16"), await snapshot_of(high, "bf16")
+    trial = await merge_of(low, mine, theirs.payload, terms_of(theirs), mine_first=True)
     for _ in range(3):
         await low.publish_own()
-    assert await low.adopt(trial, mine) == low.published() == Published(4, trial.digest)
+    assert await low.adopt(trial) == low.published() == Published(4, trial.digest)
 
 
 # ---- learning --------------------------------------------------------------------------------------------------------------------------
@@ -393,16 +389,18 @@ async def test_a_merge_never_takes_a_round_that_has_passed(make: Make) -> None:
 async def test_two_replicas_that_merge_learn_and_stay_together(make: Make) -> None:
     low, high = make(1), make(1000)
     rounds: list[Published] = []
-    first = (await low.consider(mine := await low.snapshot("bf16"), mine.payload, terms(mine), mine_first=True)).measures.loss_before
+    first = (
+        await merge_of(low, mine := await snapshot_of(low, "bf16"), mine.payload, terms_of(mine), mine_first=True)
+    ).measures.loss_before
     told = await asyncio.gather(train_rounds(low), train_rounds(high))
     for _ in range(6):
         await asyncio.gather(*(hear(semaphore) for semaphore in told))
-        mine, theirs = await asyncio.gather(low.snapshot("bf16"), high.snapshot("bf16"))
+        mine, theirs = await asyncio.gather(snapshot_of(low, "bf16"), snapshot_of(high, "bf16"))
         at_low, at_high = await asyncio.gather(
-            low.consider(mine, theirs.payload, terms(theirs), mine_first=True),
-            high.consider(theirs, mine.payload, terms(mine), mine_first=False),
+            merge_of(low, mine, theirs.payload, terms_of(theirs), mine_first=True),
+            merge_of(high, theirs, mine.payload, terms_of(mine), mine_first=False),
         )
-        rounds += await asyncio.gather(low.adopt(at_low, mine), high.adopt(at_high, theirs))
+        rounds += await asyncio.gather(low.adopt(at_low), high.adopt(at_high))
     assert [published.round for published in rounds[::2]] == [1, 2, 3, 4, 5, 6]
     assert rounds[::2] == rounds[1::2]
     last = low.progress().heldout
@@ -457,7 +455,7 @@ async def test_a_replica_goes_on_from_its_checkpoint(make: Make) -> None:
 async def test_how_far_own_rounds_have_led_outlives_a_restart(make: Make) -> None:
     """Else the first merge after it would be judged by the way since the last own round alone, and be refused."""
     shelf = Shelf()
-    before, theirs = make(store=shelf), await make(300).snapshot("bf16")
+    before, theirs = make(store=shelf), await snapshot_of(make(300), "bf16")
     await train_rounds(before, 3)
     for _ in range(3):
         await before.publish_own()
@@ -466,7 +464,7 @@ async def test_how_far_own_rounds_have_led_outlives_a_restart(make: Make) -> Non
     assert after.restore()
 
     async def drift(replica: TorchReplica) -> float:
-        trial: Trial = await replica.consider(await replica.snapshot("bf16"), theirs.payload, terms(theirs), mine_first=True)
+        trial: Trial = await merge_of(replica, await snapshot_of(replica, "bf16"), theirs.payload, terms_of(theirs), mine_first=True)
         return trial.measures.drift
 
     alone = make(store=shelf)
@@ -500,8 +498,8 @@ async def test_rounds_of_every_kind_move_the_learning_rate(make: Make) -> None:
     schedule = MANIFEST.schedule
 
     async def merge() -> None:
-        mine = await a.snapshot("fp32")
-        await a.adopt(await a.consider(mine, mine.payload, terms(mine), mine_first=True), mine)
+        mine = await snapshot_of(a, "fp32")
+        await a.adopt(await merge_of(a, mine, mine.payload, terms_of(mine), mine_first=True))
 
     async def download() -> None:
         await a.load(bytes(a.state()[1]), 40, a.published().digest)
@@ -605,7 +603,7 @@ async def test_a_failure_of_training_is_told_in_a_line_and_to_everybody_after(
         reason = await waiting
     assert type(reason) is kind
     assert str(reason) == line
-    for call in (a.snapshot("bf16"), a.publish_own(), a.load(bytes(a.state()[1]), 1, a.published().digest)):
+    for call in (snapshot_of(a, "bf16"), a.publish_own(), a.load(bytes(a.state()[1]), 1, a.published().digest)):
         with pytest.raises(kind, match=line):
             await call
 
@@ -623,7 +621,7 @@ async def test_a_loss_that_is_not_a_number_stops_training_and_is_not_published(m
     assert "the loss is" in str(reason)
     assert "learning_rate" in str(reason)
     assert "\n" not in str(reason)
-    for call in (a.snapshot("bf16"), a.publish_own(), a.save()):
+    for call in (snapshot_of(a, "bf16"), a.publish_own(), a.save()):
         with pytest.raises(TrainingFailed):
             await call
     assert shelf.kept is None
@@ -637,7 +635,7 @@ async def test_stopping_ends_training_after_the_step_in_hand(make: Make) -> None
         await a.stop()
     steps = a.progress().steps
     with pytest.raises(BlocktrainError, match="stopped"):
-        await a.snapshot("bf16")
+        await snapshot_of(a, "bf16")
     assert a.progress().steps == steps
     await a.stop()
 

@@ -17,7 +17,7 @@ from blocktrain.node.compute import flat
 from blocktrain.node.compute.codecs import SPARSE_BLOCK, Sparse
 from blocktrain.node.compute.replica import MAX_REFERENCES, TorchReplica
 from blocktrain.protocol.errors import PeerFault
-from tests.merges import exchange, live, move
+from tests.merges import exchange, live, move, snapshot_of
 from tests.swarm_kit import manifest, replica
 
 RUN = manifest()
@@ -135,4 +135,4 @@ async def test_only_the_last_merges_can_be_a_reference(pair: tuple[TorchReplica,
     assert not low.has_reference(first)
     assert low.has_reference(last)
     with pytest.raises(PeerFault, match="not kept"):
-        await low.snapshot("sparse", first)
+        await snapshot_of(low, "sparse", first)

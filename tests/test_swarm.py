@@ -97,7 +97,7 @@ async def test_a_partner_that_freezes_in_an_exchange_holds_up_neither_training_n
     async def accept_and_freeze(stream: Stream) -> None:
         offer, _ = await stream.receive(timeout_s=10)
         assert isinstance(offer, Offer)
-        await stream.send(Accept(offer.exchange, 1, 0.0, bytes(32), offer.size, offer.codec), timeout_s=10)
+        await stream.send(Accept(offer.exchange, 1, 0.0, offer.size, offer.codec), timeout_s=10)
         asked.set()
         await asyncio.Event().wait()
 
@@ -154,7 +154,7 @@ async def test_a_peer_of_another_run_or_partition_is_refused_on_both_sides_with_
     stranger = await net_factory(host.address, greeting=Greeting(other, "test"))
     caplog.clear()
     stream = await stranger.transport.open(host.peer, EXCHANGE, timeout_s=10)
-    await stream.send(Offer(b"e" * 16, other.run, 0, "block", 1, "fp32", 1.0, bytes(32), 100), timeout_s=10)
+    await stream.send(Offer(b"e" * 16, other.run, 0, "block", 1, "fp32", 1.0, 100), timeout_s=10)
     with pytest.raises(Incompatible) as fault:
         await stream.receive(timeout_s=10)
     await stream.close()
@@ -206,7 +206,7 @@ async def test_random_bytes_on_every_kind_of_stream(
     caplog.clear()
     rng = random.Random(5)
     hello = messages.to_frame(Greeting(nodes.run, "test").hello(time.time()))
-    offer = Offer(b"e" * 16, nodes.run.run, 0, "block", 1, "fp32", 1.0, bytes(32), 100)
+    offer = Offer(b"e" * 16, nodes.run.run, 0, "block", 1, "fp32", 1.0, 100)
     frames = [messages.to_frame(each) for each in (offer, Ask("status"), Want(nodes.run.run, 0, "block", bytes(32)), Chunk(2**35))]
 
     async def throw(kind: str) -> None:
@@ -253,7 +253,7 @@ async def test_offers_of_absurd_sizes_rounds_and_weights(nodes: Nodes, net_facto
         attacker = await net_factory(host.address, greeting=Greeting(nodes.run, "test"), client_mode=True)
         offer = Offer(**{
             "exchange": bytes([number]) * 16, "run": nodes.run.run, "block": 0, "part": "block", "round": host.round, "codec": "fp32",
-            "weight": 1.0, "digest": bytes(32), "size": right, **changes,
+            "weight": 1.0, "size": right, **changes,
         })  # fmt: skip
         stream = await attacker.transport.open(host.peer, EXCHANGE, timeout_s=10)
         await stream.send(offer, timeout_s=10)
@@ -323,9 +323,7 @@ async def test_a_peer_that_lets_every_exchange_hang_does_not_keep_the_others_out
         while True:
             with contextlib.suppress(Exception):
                 stream = await attacker.transport.open(host.peer, EXCHANGE, timeout_s=10)
-                offer = Offer(
-                    random.Random().randbytes(16), nodes.run.run, 0, "block", host.round, "fp32", 1.0, bytes(32), host.replica.state_bytes
-                )
+                offer = Offer(random.Random().randbytes(16), nodes.run.run, 0, "block", host.round, "fp32", 1.0, host.replica.state_bytes)
                 await stream.send(offer, timeout_s=10)
                 answer, _ = await stream.receive(timeout_s=10)
                 if isinstance(answer, Decline) and answer.reason == "put-off":

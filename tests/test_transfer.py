@@ -13,15 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.node import transfer
+from blocktrain.node.compute import flat
 from blocktrain.node.compute.replica import TorchReplica
 from blocktrain.node.exchanger import Exchanger, Side
-from blocktrain.node.ports import Buffer, Stream
+from blocktrain.node.ports import Buffer, Stream, Terms, Trial
 from blocktrain.node.transfer import Transfer
 from blocktrain.protocol import facts as f
+from blocktrain.protocol import limits
 from blocktrain.protocol.errors import Malformed, NetworkFault
 from blocktrain.protocol.exchange import MAX_STREAMS, streams_for
 from blocktrain.protocol.handshake import Greeting
+from blocktrain.protocol.ids import Digest
 from blocktrain.protocol.messages import EXCHANGE, Accept, Chunk, Lane, Message, Offer
+from tests.merges import snapshot_of
 from tests.swarm_kit import manifest, replica
 from tests.twins import Swarm, Twin, peer_named
 
@@ -31,7 +35,9 @@ CHUNK = 4096
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", CHUNK)
+    """So that a small block has many."""
+    monkeypatch.setattr(limits, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(flat, "PIECE", CHUNK // 4)
 
 
 @dataclass
@@ -89,6 +95,40 @@ async def test_a_striped_exchange_is_an_exchange(pair: tuple[Party, Party]) -> N
     assert bytes(one.replica.state()[1]) == bytes(other.replica.state()[1])
 
 
+class Bytes:
+    """A `Swap` of plain bytes: ours to give, theirs to take, chunk by chunk. `slow`: the merge waits for this before each piece."""
+
+    codec, round, weight = "fp32", 0, 0.0
+
+    def __init__(self, ours: bytes, slow: asyncio.Event | None = None) -> None:
+        self.ours, self.theirs = ours, bytearray()
+        self._given, self._slow = 0, slow
+
+    @property
+    def size(self) -> int:
+        return len(self.ours)
+
+    @property
+    def digest(self) -> Digest:
+        assert self._given >= len(self.ours)
+        return flat.digest(self.ours)
+
+    async def give(self) -> memoryview:
+        self._given += CHUNK
+        return memoryview(self.ours)[self._given - CHUNK : self._given]
+
+    async def take(self, data: Buffer) -> None:
+        if self._slow is not None:
+            await self._slow.wait()
+        self.theirs += data
+
+    def meet(self, terms: Terms, *, mine_first: bool) -> None:
+        raise AssertionError("not part of a transfer")
+
+    async def finish(self, digest: Digest) -> Trial:
+        raise AssertionError("not part of a transfer")
+
+
 class Line:
     """One end of a stream that holds one message at a time each way, so that all lanes are needed; may be cut after some."""
 
@@ -140,17 +180,19 @@ async def stripe(lanes: list[tuple[Line, Line]], one: Transfer, other: Transfer)
 @pytest.mark.parametrize("size", [1, CHUNK - 1, CHUNK, 100 * CHUNK, 100 * CHUNK + 1])
 async def test_every_byte_arrives_once_in_its_place_whichever_stream_carried_it(size: int) -> None:
     here, there = Random(1).randbytes(size), Random(2).randbytes(size)
-    one, other = Transfer(memoryview(here), size, 4), Transfer(memoryview(there), size, 4)
+    mine, yours = Bytes(here), Bytes(there)
+    one, other = Transfer(mine, size, 4), Transfer(yours, size, 4)
     lanes = lines(4)
     assert await stripe(lanes, one, other) == [None, None]
-    assert (bytes(one.theirs), bytes(other.theirs)) == (there, here)
+    assert (mine.theirs, yours.theirs) == (there, here)
+    assert (one.seal, other.seal) == (flat.digest(there), flat.digest(here))
     if size >= 100 * CHUNK:
         assert all(end.sent > 5 for ends in lanes for end in ends)
 
 
 async def test_a_lane_that_breaks_ends_the_transfer() -> None:
-    data = memoryview(bytes(100 * CHUNK))
-    one, other = Transfer(data, len(data), 4), Transfer(data, len(data), 4)
+    data = bytes(100 * CHUNK)
+    one, other = Transfer(Bytes(data), len(data), 4), Transfer(Bytes(data), len(data), 4)
     here = asyncio.ensure_future(stripe(lines(4, cut=2), one, other))
     async with asyncio.timeout(10):
         while not one.over:  # noqa: ASYNC110
@@ -158,6 +200,23 @@ async def test_a_lane_that_breaks_ends_the_transfer() -> None:
     other.end()  # its lanes are closed by the exchange of the other side, here by us
     failed, _ = await here
     assert isinstance(failed, NetworkFault)
+
+
+async def test_what_waits_for_the_merge_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast they send: we read no more than a few chunks ahead, and go on where the merge does."""
+    monkeypatch.setattr(transfer, "WAITING_BYTES", 10 * CHUNK)
+    data, merges = Random(1).randbytes(100 * CHUNK), asyncio.Event()
+    slow, quick = Bytes(data, merges), Bytes(data)
+    one, other = Transfer(slow, len(data), 4), Transfer(quick, len(data), 4)
+    lanes = lines(4)
+    here = asyncio.ensure_future(stripe(lanes, one, other))
+    for _ in range(2000):  # turns of the loop: by then all that can move has moved
+        await asyncio.sleep(0)
+    read = sum(ends[1].sent for ends in lanes)
+    assert 10 <= read < 30
+    merges.set()
+    assert await here == [None, None]
+    assert slow.theirs == data
 
 
 async def test_a_lane_without_an_exchange_is_told_so(pair: tuple[Party, Party]) -> None:
@@ -182,8 +241,8 @@ async def test_chunks_that_are_not_a_missing_piece_are_an_offence(
     async def answer(stream: Stream) -> None:
         first, _ = await stream.receive(timeout_s=5)
         assert isinstance(first, Offer)
-        mine = await other.replica.snapshot("fp32")
-        await stream.send(Accept(first.exchange, 0, 0.0, mine.digest, first.size, "fp32"), timeout_s=5)
+        mine = await snapshot_of(other.replica, "fp32")
+        await stream.send(Accept(first.exchange, 0, 0.0, first.size, "fp32"), timeout_s=5)
         for offset in offsets:
             await stream.send(Chunk(offset), mine.payload[:CHUNK], timeout_s=5)
         while True:
@@ -200,7 +259,7 @@ async def test_chunks_that_are_not_a_missing_piece_are_an_offence(
 
 async def test_a_snapshot_of_another_size_is_never_waited_for() -> None:
     with pytest.raises(Malformed):
-        Transfer(memoryview(b"abc"), 4)
+        Transfer(Bytes(b"abc"), 4)
 
 
 async def test_an_ended_transfer_takes_no_lane_any_more(pair: tuple[Party, Party]) -> None:

@@ -1,13 +1,12 @@
-"""The merge of two encoded snapshots in one pass: decode both, weigh them, take their difference, digest and norms, piece by piece.
+"""The merge of two encoded snapshots: weigh them, digest, norms, all while a piece is in the CPU's cache.
 
-A state is many times larger than the CPU's cache, so every pass over it costs as much as all the arithmetic in it. Here each piece is
-brought in once. Bit-identical on both sides: see `flat.merge`.
+A state is many times larger than that cache, so every pass over it costs as much as all the arithmetic in it. Here each piece is brought
+in once, as soon as both sides of it are there. Bit-identical on both sides: see `flat.merge`. P is the number of parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import blake3
@@ -35,48 +34,57 @@ class Combined:
     along: float  # cosine between where they and where we went since our published state; 0 where one did not move
 
 
-def combine(
-    ours: Read, theirs: Read, published: Tensor, shares: tuple[float, float], *, mine_first: bool, out: Tensor | None = None
-) -> Combined:
-    """Merge by `shares`, (first's, second's), into `out`; `mine_first`: the first is ours. NaN and infinity show in `distance`."""
-    size = published.numel()
-    state = flat.empty(size) if out is None else out
-    room = torch.empty(min(size, flat.PIECE))
-    other = torch.empty_like(room)
-    hasher = blake3.blake3()
-    own, apart, moved, their_moved, dot = 0.0, 0.0, 0.0, 0.0, 0.0
-    for piece in flat.pieces(size):
-        mine, yours = ours(piece), theirs(piece)
-        first, second = (mine, yours) if mine_first else (yours, mine)
-        merged, spare, move = state[piece], room[: len(mine)], other[: len(mine)]
-        torch.mul(first, shares[0], out=merged)
-        torch.mul(second, shares[1], out=spare)
-        merged += spare
-        hasher.update(flat.to_bytes(merged))
-        own += _square(mine)
-        apart += _square(torch.sub(yours, mine, out=spare))
-        moved += _square(torch.sub(mine, published[piece], out=move))
-        their_moved += _square(torch.add(spare, move, out=spare))
-        dot += float(torch.dot(spare, move))
-    both = math.sqrt(moved) * math.sqrt(their_moved) if math.isfinite(moved * their_moved) else 0.0
-    along = dot / both if both > 0 else 0.0
-    return Combined(state, Digest(hasher.digest()), math.sqrt(own), math.sqrt(apart), math.sqrt(moved), along)
+class Merging:
+    """A merge that grows piece by piece, in order. NaN and infinity show in the distance."""
+
+    def __init__(self, published: Tensor, shares: tuple[float, float], *, mine_first: bool) -> None:
+        """`shares`: (first's, second's); `mine_first`: the first is ours."""
+        self._published = published
+        self._mine, self._theirs = shares if mine_first else (shares[1], shares[0])
+        self._state = flat.empty(published.numel())
+        self._room = torch.empty(min(published.numel(), flat.PIECE))
+        self._hasher = blake3.blake3()
+        self._own = self._apart = self._moved = self._their_moved = self._dot = 0.0
+
+    def add(self, piece: slice, mine: Tensor, theirs: Tensor) -> None:
+        """The next piece."""
+        one, two = self._state[piece], self._room[: len(mine)]  # where the merge will be is room for what is asked before
+        torch.sub(theirs, mine, out=one)
+        self._apart += _dot(one, one)
+        torch.sub(mine, self._published[piece], out=two)
+        self._moved += _dot(two, two)
+        one += two  # theirs - published
+        self._their_moved += _dot(one, one)
+        self._dot += _dot(one, two)
+        self._own += _dot(mine, mine)
+        # Two products and a sum, each rounded by itself. A sum has the same bits in either order, so it is the same on both sides.
+        torch.mul(mine, self._mine, out=one)
+        torch.mul(theirs, self._theirs, out=two)
+        one += two
+        self._hasher.update(flat.to_bytes(one))
+
+    def result(self) -> Combined:
+        """When all pieces were added."""
+        both = math.sqrt(self._moved) * math.sqrt(self._their_moved) if math.isfinite(self._moved * self._their_moved) else 0.0
+        along = self._dot / both if both > 0 else 0.0
+        norms = math.sqrt(self._own), math.sqrt(self._apart), math.sqrt(self._moved)
+        return Combined(self._state, Digest(self._hasher.digest()), *norms, along)
 
 
-def differences(merge: Tensor, ours: Read) -> Iterator[tuple[slice, Tensor]]:
-    """The merge minus our own encoded snapshot, piece by piece; a buffer that the next piece may overwrite."""
-    room = torch.empty(min(merge.numel(), flat.PIECE))
+def combine(ours: Read, theirs: Read, published: Tensor, shares: tuple[float, float], *, mine_first: bool) -> Combined:
+    """The merge of two whole snapshots."""
+    merging = Merging(published, shares, mine_first=mine_first)
+    for piece in flat.pieces(published.numel()):
+        merging.add(piece, ours(piece), theirs(piece))
+    return merging.result()
+
+
+def difference(merge: Tensor, ours: Tensor) -> Tensor:
+    """The merge minus our own snapshot, written over that."""
     for piece in flat.pieces(merge.numel()):
-        yield piece, torch.sub(merge[piece], ours(piece), out=room[: piece.stop - piece.start])
+        torch.sub(merge[piece], ours[piece], out=ours[piece])
+    return ours
 
 
-def difference(merge: Tensor, ours: Read) -> Tensor:
-    """The merge minus our own encoded snapshot, [P] in memory of its own."""
-    out = flat.empty(merge.numel())
-    for piece, part in differences(merge, ours):
-        out[piece] = part
-    return out
-
-
-def _square(values: Tensor) -> float:
-    return float(torch.linalg.vector_norm(values)) ** 2
+def _dot(one: Tensor, two: Tensor) -> float:
+    return float(torch.dot(one, two))

@@ -25,9 +25,10 @@ from blocktrain.node.compute import codecs, flat, merging, outer
 from blocktrain.node.compute.device import Mover, Parcel, choose
 from blocktrain.node.compute.gauge import Gauge
 from blocktrain.node.compute.outer import Momentum
+from blocktrain.node.compute.swap import NOT_FINITE, Halves
 from blocktrain.node.compute.thread import TrainingThread
 from blocktrain.node.compute.trainer import Batches, Frozen, Tensors, Trainer, TrainingFailed, one_line
-from blocktrain.node.ports import Buffer, Progress, Published, Snapshot, Terms, Trial
+from blocktrain.node.ports import Buffer, Progress, Published, Terms, Trial
 from blocktrain.protocol.acceptance import Measures, judge_state
 from blocktrain.protocol.errors import BlocktrainError, NetworkFault, PeerFault
 from blocktrain.protocol.exchange import merged_round, shares, tokens_per_round
@@ -62,21 +63,13 @@ class Options:
 
 
 @dataclass(frozen=True)
-class _Taken(Snapshot):
-    """A snapshot, and what the replica had done when it was taken."""
-
-    tokens: int
-    generation: int
-    reference: Tensor | None
-
-
-@dataclass(frozen=True)
 class _Merge:
-    """A trial's token: the merge, and what it adds to the live block; None: the merge minus our snapshot, to be read from these two."""
+    """A trial's token: the merge, what it adds to the live block, and what was so when the snapshot was taken."""
 
     state: Tensor
-    difference: Parcel | None
+    difference: Parcel
     momentum: Momentum | None
+    tokens: int
     generation: int
     heldout: float | None
 
@@ -189,25 +182,17 @@ class TorchReplica:
 
     # ---- exchanges --------------------------------------------------------------------------------------------------------------
 
-    async def snapshot(self, codec: str, reference: bytes = b"") -> Snapshot:
-        coder = codecs.codec_of(codec)
+    async def begin(self, codec: str, reference: bytes = b"") -> Swap:
+        coder, base = codecs.codec_of(codec), self._reference(codec, reference)
 
-        def job(trainer: Trainer) -> tuple[Parcel, int, int, int, int]:
+        def job(trainer: Trainer) -> tuple[Parcel, Published, Tensor, int, int, int]:
             counters = trainer.counters
             weight = counters.tokens - counters.merged_tokens
-            return self._mover.take(trainer.flat.data), self._state[0].round, weight, counters.tokens, self._generation
+            return self._mover.take(trainer.flat.data), *self._state, weight, counters.tokens, self._generation
 
-        parcel, round, weight, tokens, generation = await self._between_steps(job)
-
-        def encode() -> tuple[Digest, memoryview, Tensor | None]:
-            state = self._mover.to_host(parcel)
-            _check_finite(state)
-            base = self._reference(codec, reference)
-            payload = coder.encode(state, base)
-            return flat.digest(payload), payload, base
-
-        digest, payload, base = await self._work(encode)
-        return _Taken(codec, round, float(weight), digest, payload, tokens, generation, base)
+        parcel, published, state, weight, tokens, generation = await self._between_steps(job)
+        ours = await self.work(lambda: self._mover.to_host(parcel))
+        return Swap(self, Halves(coder, ours, state, base), codec, published.round, float(weight), tokens, generation)
 
     def has_reference(self, reference: bytes) -> bool:
         return Digest(reference) in self._references
@@ -221,57 +206,33 @@ class TorchReplica:
             raise PeerFault("the reference of a sparse snapshot is not kept here")
         return kept
 
-    async def consider(self, mine: Snapshot, payload: Buffer, terms: Terms, *, mine_first: bool) -> Trial:
-        assert isinstance(mine, _Taken), "a snapshot of this replica"
-        return await self._work(lambda: self._consider(mine, payload, terms, mine_first))
-
-    def _consider(self, mine: _Taken, payload: Buffer, terms: Terms, mine_first: bool) -> Trial:
-        """On the worker. Nothing here touches the live block."""
-        if flat.digest(payload) != terms.digest:
-            raise PeerFault("the snapshot does not have the digest that was announced", terms.peer)
+    def judgeable(self, swap: Swap, terms: Terms, digest: Digest) -> Trial:
+        """What an exchange came to, measured. On the worker. Raises: PeerFault: theirs is not what they said."""
+        merge = swap.halves.finish(digest)
         verified_at = time.monotonic()
-        theirs = codecs.codec_of(terms.codec).reader(payload, self._size, mine.reference)
-        ours = codecs.codec_of(mine.codec).reader(mine.payload, self._size, mine.reference)
-        published, state = self._state
-        round = merged_round(published.round, terms.round)
-        first, second = (mine.weight, terms.weight) if mine_first else (terms.weight, mine.weight)
-        parts = shares(first, second, tokens_per_round(self.manifest))
-        room = flat.empty(self._size)  # first for our own snapshot, then for the merge
-        before = self._gauge.loss(codecs.read_all(ours, room)) if self._checks else None
-        merge = merging.combine(ours, theirs, state, parts, mine_first=mine_first, out=room)
+        round = merged_round(self._state[0].round, terms.round)
         norms = (merge.own_norm, merge.distance, merge.drift + self._wandered)
         if not math.isfinite(merge.distance):
             return Trial(round, NO_DIGEST, Measures(False, *norms, None, None), None, verified_at)
-        after = self._gauge.loss(merge.state) if self._checks else None
-        token = _Merge(merge.state, *self._outer_step(merge.state, mine, ours), mine.generation, after)
+        ours = swap.halves.ours
+        before, after = (self._gauge.loss(ours), self._gauge.loss(merge.state)) if self._checks else (None, None)
+        difference = merging.difference(merge.state, ours)
+        momentum = outer.step(self.manifest.averaging.outer, self._momentum, merge.state, difference)
+        token = _Merge(merge.state, self._mover.to_device(difference), momentum, swap.tokens, swap.generation, after)
         return Trial(round, merge.digest, Measures(True, *norms, before, after, merge.along, self._heldout), token, verified_at)
 
-    def _outer_step(self, merge: Tensor, mine: _Taken, ours: codecs.Read) -> tuple[Parcel | None, Momentum | None]:
-        """What the live block gets, where that is not to be read from merge and snapshot when it gets it; and the momentum after."""
-        if self._momentum is None and self._mover.on_host and mine.codec in codecs.CODECS:
-            return None, None
-        difference = merging.difference(merge, ours)
-        momentum = outer.step(self.manifest.averaging.outer, self._momentum, merge, difference)
-        return self._mover.to_device(difference), momentum
-
-    async def adopt(self, trial: Trial, mine: Snapshot, *, keep: bool = False) -> Published:
+    async def adopt(self, trial: Trial, *, keep: bool = False) -> Published:
         """Raises: NetworkFault: our block was replaced by a downloaded state since the snapshot, so that the merge is void."""
         token = trial.token
         assert isinstance(token, _Merge), "a trial of this replica that was finite"
-        assert isinstance(mine, _Taken), "a snapshot of this replica"
 
         def job(trainer: Trainer) -> Published:
             if token.generation != self._generation:
                 raise NetworkFault("the replica took a downloaded state during the exchange; the merge is not used")
             published = Published(max(trial.round, self._state[0].round + 1), trial.digest)
-            if token.difference is not None:
-                trainer.add(self._mover.receive(token.difference))
-            else:
-                read = codecs.codec_of(mine.codec).reader(mine.payload, self._size, mine.reference)
-                for piece, part in merging.differences(token.state, read):
-                    trainer.flat.data[piece] += part
+            trainer.add(self._mover.receive(token.difference))
             trainer.round = published.round
-            trainer.counters.merged_tokens = mine.tokens
+            trainer.counters.merged_tokens = token.tokens
             trainer.counters.since_round = 0
             self._state = (published, token.state)
             self._momentum = token.momentum
@@ -302,7 +263,7 @@ class TorchReplica:
             _check_finite(state)
             return state, flat.digest(flat.to_bytes(state)), self._gauge.loss(state), flat.distance(state, last)
 
-        state, digest, heldout, moved = await self._work(measure)
+        state, digest, heldout, moved = await self.work(measure)
 
         def publish(trainer: Trainer) -> Published:
             if self._state[0] != before:  # a merge or a download came first, and is newer than what we took
@@ -329,7 +290,7 @@ class TorchReplica:
             judge_state(finite, self._gauge.loss(self._state[1]), heldout)
             return state, self._mover.to_device(state), heldout
 
-        state, parcel, heldout = await self._work(check)
+        state, parcel, heldout = await self.work(check)
 
         def job(trainer: Trainer) -> Published:
             if round < self._state[0].round:
@@ -371,7 +332,7 @@ class TorchReplica:
             header = {**frozen.header, "round": published.round, "digest": published.digest.hex(), "wandered": wandered}
             store.write(tensors, header)
 
-        await self._work(write)
+        await self.work(write)
 
     async def stop(self) -> None:
         self._thread.stop()
@@ -387,7 +348,8 @@ class TorchReplica:
     async def _between_steps(self, job: Callable[[Trainer], T]) -> T:
         return await asyncio.wrap_future(self._thread.post(job))
 
-    async def _work(self, work: Callable[[], T]) -> T:
+    async def work(self, work: Callable[[], T]) -> T:
+        """On the worker, in order."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
     def _joined(self, tensors: Tensors, prefix: str) -> Tensor:
@@ -400,7 +362,42 @@ class TorchReplica:
         return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
 
 
+class Swap:
+    """Implements `node.ports.Swap` for a replica. `tokens` and `generation` are those of the moment of the snapshot."""
+
+    def __init__(self, replica: TorchReplica, halves: Halves, codec: str, round: int, weight: float, tokens: int, generation: int) -> None:
+        self.halves = halves
+        self.codec, self.round, self.weight = codec, round, weight
+        self.tokens, self.generation = tokens, generation
+        self._replica = replica
+        self._terms: Terms | None = None
+
+    @property
+    def size(self) -> int:
+        return self.halves.size
+
+    @property
+    def digest(self) -> Digest:
+        return self.halves.digest
+
+    async def give(self) -> memoryview:
+        return await self._replica.work(self.halves.give)
+
+    def meet(self, terms: Terms, *, mine_first: bool) -> None:
+        self._terms = terms
+        weights = (self.weight, terms.weight) if mine_first else (terms.weight, self.weight)
+        self.halves.meet(shares(*weights, tokens_per_round(self._replica.manifest)), mine_first=mine_first)
+
+    async def take(self, data: Buffer) -> None:
+        await self._replica.work(lambda: self.halves.take(data))
+
+    async def finish(self, digest: Digest) -> Trial:
+        terms = self._terms
+        assert terms is not None, "nobody said under which terms"
+        return await self._replica.work(lambda: self._replica.judgeable(self, terms, digest))
+
+
 def _check_finite(state: Tensor) -> None:
     """Raises: TrainingFailed: our own parameters are not numbers any more, so that nobody may get them."""
     if not np.isfinite(flat.norm(state)):
-        raise TrainingFailed("training stopped: the parameters are not finite; the run's schedule.learning_rate may be too high")
+        raise TrainingFailed(NOT_FINITE)

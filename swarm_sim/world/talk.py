@@ -122,7 +122,7 @@ def _offered(node: Node, theirs: Side) -> None:
     offerer, talk = theirs.node, theirs.talk
     terms = theirs.terms()
     message = Offer(
-        theirs.exchange.id, node.world.run_id, offerer.block, "block", terms.round, "bf16", min(terms.weight, 1e15), terms.digest,
+        theirs.exchange.id, node.world.run_id, offerer.block, "block", terms.round, "bf16", min(terms.weight, 1e15),
         node.world.state_bytes,
     )  # fmt: skip
     answer: f.Take | f.Refuse | None = None
@@ -153,7 +153,7 @@ def _answered(side: Side, message: Offer, answer: f.Take | f.Refuse) -> None:
     theirs = talk.responder
     assert theirs is not None
     terms = theirs.terms()
-    accept = Accept(side.exchange.id, terms.round, terms.weight, terms.digest, message.size, message.codec)
+    accept = Accept(side.exchange.id, terms.round, terms.weight, message.size, message.codec)
     wrong = side.exchange.accepted(accept, message)
     if wrong:
         _end(side, side.exchange.refused(wrong, offence=True))
