@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
 from blocktrain.protocol import limits
 from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
 from blocktrain.protocol.buckets import PER_BUCKET, announced, next_level, place_of, read
 from blocktrain.protocol.ids import PeerId, RunId
-from blocktrain.protocol.records import Seen
+from blocktrain.protocol.records import PHASES, Seen
 
 FAILED_FIRST_S: Final = 2.0  # put off after the first failed call: long enough to try somebody else
 FAILED_MOST_S: Final = 60.0
@@ -30,7 +30,8 @@ RTT_SHARE: Final = 0.25  # weight of the newest RTT in the moving average
 UNREAD_MOST: Final = 4  # reads of a block that wait until somebody asks: both of our own buckets and two random ones
 RECOUNT_S: Final = 20 * limits.TTL_S  # a level that every read confirms is counted again after this
 SWEEP_PAST: Final = 16  # living peers that a sweep looks past to find those whose records ended
-_NO_HOLDER: Final = ("left", "choosing")  # phases of a record that does not make its writer a holder
+_NO_HOLDER: Final = frozenset({"left", "choosing"})  # phases of a record that does not make its writer a holder
+_HOLDER: Final = frozenset(PHASES) - _NO_HOLDER
 
 
 class Rng(Protocol):
@@ -85,12 +86,13 @@ class _Ban:
 class _Peer:
     """All that is kept of one peer. Lives on exactly one shelf: friends or strangers of a block, or the faded."""
 
-    __slots__ = ("failing", "friend", "offending", "place", "rtt_s", "seen", "shelf", "used_at", "why")
+    __slots__ = ("expires_at", "failing", "friend", "offending", "place", "rtt_s", "seen", "shelf", "used_at", "why")
 
-    def __init__(self, place: int, shelf: dict[PeerId, _Peer]) -> None:
+    def __init__(self, place: int, shelf: dict[PeerId, _Peer], seen: Seen | None = None) -> None:
         self.place = place
         self.shelf = shelf
-        self.seen: Seen | None = None
+        self.seen = seen
+        self.expires_at = 0.0 if seen is None else seen.expires_at  # of its record
         self.friend = False
         self.rtt_s: float | None = None
         self.used_at = 0.0
@@ -102,9 +104,14 @@ class _Peer:
         until = max(self.failing.until if self.failing else 0.0, self.offending.until if self.offending else 0.0)
         return max(0.0, until - now)
 
+    @property
+    def stranger(self) -> bool:
+        """Nothing but its record is known: without that, there is nothing to remember."""
+        return not self.friend and self.failing is None and self.offending is None
+
     def kept_until(self) -> float:
         """Until when it is worth remembering, as long as there is room."""
-        times = [self.seen.expires_at if self.seen else 0.0]
+        times = [self.expires_at]
         if self.friend:
             times.append(self.used_at + FRIEND_KEPT_S)
         if self.failing:
@@ -149,7 +156,7 @@ class Members:
             return False
         self._sweep(now)
         peer = self._peers.get(seen.peer)
-        old = peer.seen if peer and peer.seen and peer.seen.expires_at > now else None
+        old = peer.seen if peer and peer.expires_at > now else None
         left = word.phase == "left"
         if old is not None:
             moved = old.announcement.block != word.block
@@ -162,7 +169,7 @@ class Members:
             peer = self._admit(seen.peer, word.block)
             if peer is None:
                 return False
-        peer.seen = seen
+        peer.seen, peer.expires_at = seen, seen.expires_at
         self._shelve(seen.peer, peer)
         if word.phase not in _NO_HOLDER:
             self._last[word.block] = (seen.peer, now)
@@ -187,26 +194,36 @@ class Members:
             self._look(block)
 
     def _look(self, block: int) -> None:
-        """Take in what was heard of a block. The usual case (known, same block, later) is kept short: there are thousands of them."""
+        """Take in what was heard of a block. The usual cases are kept short: there are thousands of them.
+
+        They are: a holder that stands where it stood, with a later record; and a stranger for whom there is room.
+        """
         for records, now in self._unread.pop(block, ()):
-            peers, run, most, last = self._peers, self.run, now + limits.MAX_RECORD_LIFE_S, self._last
             self._sweep(now)
+            peers, run, most = self._peers, self.run, now + limits.MAX_RECORD_LIFE_S
+            friends, strangers = self._friends[block], self._strangers[block]
+            last = None
             for seen in records:
-                name = seen.peer
+                name, word, expires_at = seen.peer, seen.announcement, seen.expires_at
                 peer = peers.get(name)
-                old = peer.seen if peer is not None else None
-                if old is seen:
+                if peer is not None and peer.seen is seen:
                     continue
-                if peer is not None and old is not None and now < old.expires_at < seen.expires_at <= most:
-                    word, was = seen.announcement, old.announcement
-                    if word.block == was.block and word.run == run and word.phase not in _NO_HOLDER and was.phase not in _NO_HOLDER:
-                        peer.seen = seen
+                if word.phase in _HOLDER and word.block == block and word.run == run and now < expires_at <= most:
+                    if peer is None:
+                        if len(peers) < limits.MAX_MEMBERS and name != self.me:
+                            peers[name] = strangers[name] = _Peer(place_of(name), strangers, seen)
+                            last = name
+                            continue
+                    elif now < peer.expires_at < expires_at and (peer.shelf is strangers or peer.shelf is friends):
+                        peer.seen, peer.expires_at = seen, expires_at
                         shelf = peer.shelf
                         del shelf[name]  # the most recently heard stands last
                         shelf[name] = peer
-                        last[word.block] = (name, now)
+                        last = name
                         continue
                 self.observe(seen, now)
+            if last is not None:
+                self._last[block] = (last, now)
 
     def clash(self, seen: Seen, own_last_expiry: float) -> bool:
         """Whether a record of our own peer id is one that we did not write: two processes share one identity."""
@@ -264,15 +281,17 @@ class Members:
 
     def holders(self, block: int, now: float, *, trained_only: bool = False) -> list[Member]:
         """The living holders of a block, in no meaningful order. `trained_only`: whose published state is worth taking."""
-        found = (self._view(seen, peer, now) for seen, peer in self._living(block, now))
+        found = (self._view(seen, peer, now) for peer in self._living(block, now) if (seen := peer.seen) is not None)
         return [member for member in found if member.trained or not trained_only]
 
     def partners(self, block: int, now: float) -> list[PeerId]:
         """The living holders of a block that train it and need not be left alone: whom to offer an exchange. In the order of `holders`."""
         return [
             seen.peer
-            for seen, peer in self._living(block, now)
-            if seen.announcement.phase == "training" and ((peer.failing is None and peer.offending is None) or peer.avoided_s(now) <= 0)
+            for peer in self._living(block, now)
+            if (seen := peer.seen) is not None
+            and seen.announcement.phase == "training"
+            and ((peer.failing is None and peer.offending is None) or peer.avoided_s(now) <= 0)
         ]
 
     def everybody(self, now: float) -> list[Member]:
@@ -281,7 +300,7 @@ class Members:
 
     def coverage(self, now: float, own_block: int | None) -> tuple[int, ...]:
         """Replicas of each block, ours included."""
-        counts = [sum(1 for _ in self._living(block, now)) for block in range(self.blocks)]
+        counts = [len(self._living(block, now)) for block in range(self.blocks)]
         if own_block is not None:
             counts[own_block] += 1
         return tuple(counts)
@@ -346,7 +365,7 @@ class Members:
         else:
             changed = 8 * abs(known - then) > then
         if moving or changed or not 0 <= now - at < (RECOUNT_S if unread else limits.TTL_S):
-            others = [peer.place for _, peer in self._living(block, now)]
+            others = [peer.place for peer in self._living(block, now)]
             new = next_level(level, place_of(self.me), others)
             self._levels[block] = new, len(self._friends[block]) + len(self._strangers[block]), now, new != level
             return new
@@ -378,13 +397,10 @@ class Members:
 
     # -- shelves
 
-    def _living(self, block: int, now: float) -> Iterator[tuple[Seen, _Peer]]:
+    def _living(self, block: int, now: float) -> list[_Peer]:
+        """Who stands on a block's shelves with a record that has not ended; each has one."""
         self._look(block)
-        for shelf in (self._friends[block], self._strangers[block]):
-            for peer in shelf.values():
-                seen = peer.seen
-                if seen is not None and seen.expires_at > now:
-                    yield seen, peer
+        return [peer for shelf in (self._friends[block], self._strangers[block]) for peer in shelf.values() if peer.expires_at > now]
 
     def _view(self, seen: Seen, peer: _Peer, now: float) -> Member:
         word = seen.announcement
@@ -444,8 +460,12 @@ class Members:
         self._swept_at = now
         for shelf in (*self._friends, *self._strangers):
             for name in _expired(shelf, now):
-                self._faded[name] = peer = shelf.pop(name)
-                peer.shelf = self._faded
+                peer = shelf.pop(name)
+                if peer.stranger:
+                    del self._peers[name]
+                else:
+                    self._faded[name] = peer
+                    peer.shelf = self._faded
         for name in [name for name, peer in self._faded.items() if peer.kept_until() <= now]:
             del self._faded[name], self._peers[name]
 
@@ -455,7 +475,7 @@ def _expired(shelf: dict[PeerId, _Peer], now: float) -> list[PeerId]:
     found: list[PeerId] = []
     living = 0
     for name, peer in shelf.items():
-        if peer.seen is None or peer.seen.expires_at <= now:
+        if peer.expires_at <= now:
             found.append(name)
         else:
             living += 1
