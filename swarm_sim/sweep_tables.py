@@ -44,7 +44,10 @@ def tables(numbers: Numbers) -> str:
         out += "\n" + _table(heading, ([name, *(_speed(numbers, way, blocks, rtt) for rtt in rtts)] for way, name in NAMES.items()))
         firsts = [("first byte, s: autoregressive", "autoregressive_first_byte_s"), ("speculative", "speculative_first_byte_s")]
         firsts += [("bytes a traversal: speculative", "tokens_per_traversal"), ("adaptive", "adaptive_tokens_per_traversal")]
-        firsts += [("drafts kept", "acceptance"), ("hop beyond computing and link, ms", "autoregressive_hop_overhead_ms")]
+        firsts += [
+            ("drafts kept", "acceptance"),
+            ("hop beyond computing and link, the proxy included, ms", "autoregressive_hop_overhead_ms"),
+        ]
         rows = [[name, *(numbers.get(f"{key}_{_end(blocks, rtt)}", "") for rtt in rtts)] for name, key in firsts]
         out += "\n" + _table([f"B = {blocks}", *(f"{rtt} ms" for rtt in rtts)], rows)
     if numbers.get("clients_tokens_per_s") is not None:
