@@ -211,7 +211,9 @@ REGIMES: Final = {
     "wan-tight": Regime(0.10, 4e6, 0.05, 1.5, 2.0),
     "wan-mid": Regime(0.10, 4e6, 0.05, 1.5, 3.5),
     "wan-loose": Regime(0.10, 4e6, 0.05, 1.5, 8.0),
+    "edge-mid": Regime(0.20, 1e6, 0.12, 2.0, 18.0),
     "bad-edge": Regime(0.40, 4e5, 0.25, 3.0, 10.0),
+    "bad-edge-loose": Regime(0.40, 4e5, 0.25, 3.0, 37.0),
 }
 
 
