@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("blocktrain.client")
 
-LOOKS: Final = 3  # at the directory, before a block counts as missing
+LOOKS: Final = 3  # at the directory that were answered, before a block counts as missing
+MOST_LOOKS: Final = 7  # answered or not: who was asked may be frozen, or gone this moment, and then nothing is known yet
 LOOK_PAUSE_S: Final = 0.5
 LOOK_EVERY_S: Final = 5.0  # while a client lives: well below an announcement's life
 LOOK_TIMEOUT_S: Final = 2.0  # while somebody waits for a text
@@ -106,20 +107,28 @@ class SwarmClient:
 
     async def look(self) -> None:
         """Read who holds what, now. What cannot be read in time stays as it was known."""
+        await self._read()
+
+    async def _read(self) -> bool:
+        """Whether all of it could be read."""
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 await look(self.net, self.manifest, self.members, self.runtime.clock)
         except (NetworkFault, TimeoutError) as fault:
             log.debug("the directory did not answer: %s", fault)
+            return False
+        return True
 
     async def see_all_blocks(self) -> None:
         """Look until every block has a holder, but not for long: what is missing then is missing."""
-        for _ in range(LOOKS - 1):
-            if not self.members.missing(self.runtime.clock(), None):
-                return
+        answered = 1
+        for _ in range(MOST_LOOKS - 1):
+            if answered >= LOOKS or not self.members.missing(self.runtime.clock(), None):
+                break
             await asyncio.sleep(LOOK_PAUSE_S)
-            await self.look()
-        await self._ask_who_was_there()
+            answered += await self._read()
+        if self.members.missing(self.runtime.clock(), None):
+            await self._ask_who_was_there()
 
     @contextlib.asynccontextmanager
     async def chain(self, *, require_all: bool = True) -> AsyncIterator[SwarmChain]:
