@@ -211,7 +211,7 @@ def bench_all(options: BenchOptions = BenchOptions()) -> int:
     return benches.commands(
         [
             BENCH,
-            world.BENCH,
+            world.bench(),
             CATCHUP,
             GOSSIP,
             step.bench(None),
@@ -230,12 +230,15 @@ def bench_catchup(options: BenchOptions = BenchOptions()) -> int:
     return benches.command(BENCH, options)
 
 
-def bench_world(options: BenchOptions = BenchOptions()) -> int:
+def bench_world(
+    options: BenchOptions = BenchOptions(),
+    plots: Annotated[Path | None, Parameter(help="Folder for the pictures; by default none is drawn.")] = None,
+) -> int:
     """Simulated swarms of up to ten thousand nodes: messages, bytes, discovery, mixing; the DHT's model against the real one."""
+    from blocktrain.swarm_sim import bench_world as world
     from blocktrain.swarm_sim import benches
-    from blocktrain.swarm_sim.bench_world import BENCH
 
-    return benches.command(BENCH, options)
+    return benches.command(world.bench(plots), _split(options))
 
 
 BENCHES: Final = {

@@ -23,20 +23,20 @@ import asyncio
 import resource
 import statistics
 import time
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 from blocktrain.swarm_sim.benches import Bench, Numbers, Session
-from blocktrain.swarm_sim.world import dht, real_dht, scale, story
+from blocktrain.swarm_sim.world import dht, real_dht, scale, story, tables
 from blocktrain.swarm_sim.world.scenarios import REGIMES
+from blocktrain.swarm_sim.world.tables import REAL, SIZES
 
 HOUR_S: Final = 3600.0
 BRIEF_S: Final = 300.0
-SIZES: Final = (10, 100, 1000, 10_000)
 LARGE: Final = 10_000
 LARGE_SETTLED_S: Final = 100.0  # its keys' tree is found by then: six levels, a level a read, after half a minute of starts
 SEEDS: Final = 200
-REAL: Final = (4, 8, 20)
-BRIEF_REAL: Final = (4, 8)
 
 _EACH: Final = (
     "messages_per_node_round",
@@ -62,12 +62,20 @@ KEYS: Final = {
 }
 
 
-def run(session: Session) -> None:
+def bench(plots: Path | None = None) -> Bench:
+    """The bench. `plots`: the folder for its pictures, growth.svg and asynchrony.svg."""
+    return Bench("world", KEYS, partial(_run, plots=plots))
+
+
+def _run(session: Session, *, plots: Path | None) -> None:
     session.measure("seeds", lambda: _seeds(session))
     session.measure("hour", lambda: _hour(session))
     session.measure("scale", lambda: _scale(session))
     session.measure("dht", lambda: _dht(session))
     session.measure("learning", lambda: _learning(session))
+    if plots is not None:
+        for path in tables.draw(session.numbers, plots):
+            session.say(f"a picture is {path}")
 
 
 def _hour(session: Session) -> Numbers:
@@ -130,6 +138,3 @@ def _seeds(session: Session) -> Numbers:
     for verdict in failed:
         session.say(f"did not hold: {verdict.case.command()}")
     return {"seeds_run": count, "seeds_failed": len(failed), "seeds_s": round(time.process_time() - began, 1)}
-
-
-BENCH: Final = Bench("world", KEYS, run)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Final
 
@@ -163,20 +162,3 @@ def table(rows: list[Row]) -> list[str]:
             for r in rows
         ),
     ]
-
-
-def draw(rows: list[Row], path: Path) -> None:
-    """Loss over participation, both ways, as an SVG or PNG by the path's suffix."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="participation", ylabel="held-out loss, nats per byte", title="participation against loss")
-    for label, points in (
-        ("coordinator and mean", [(r.paper_participation, r.paper_loss, r.regime) for r in rows]),
-        ("gossip", [(r.gossip_participation, r.gossip_loss, r.regime) for r in rows]),
-    ):
-        axes.scatter([p[0] for p in points], [p[1] for p in points], label=label)
-        for x, y, name in points:
-            axes.annotate(name, (x, y), fontsize="x-small", xytext=(3, 3), textcoords="offset points")
-    axes.legend()
-    figure.savefig(path)
