@@ -169,7 +169,7 @@ async def _line(runtime: Runtime) -> bytes | None:
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
     reading = asyncio.create_task(asyncio.to_thread(sys.stdin.buffer.readline, MAX_LINE_BYTES))
-    stop = asyncio.create_task(runtime.stop.wait())
+    stop = asyncio.create_task(runtime.stop.wait(), name="stop")
     await asyncio.wait({reading, stop}, return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
     return (reading.result() or None) if reading.done() else None
@@ -178,7 +178,7 @@ async def _line(runtime: Runtime) -> bytes | None:
 async def _until_stopped(runtime: Runtime, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`. Raises: CancelledError: the user wants to stop; what `work` had opened is closed."""
     task = asyncio.create_task(work)
-    stop = asyncio.create_task(runtime.stop.wait())
+    stop = asyncio.create_task(runtime.stop.wait(), name="stop")
     try:
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

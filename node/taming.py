@@ -43,6 +43,14 @@ def quiet_logging() -> None:
     theirs.setLevel(logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.CRITICAL)
 
 
+def _hiveminds(task: asyncio.Task[Any]) -> bool:
+    """Whether hivemind started it. A look-up that is cancelled leaves its workers' waits for its end: bare `Event.wait`s without a name."""
+    code = getattr(task.get_coro(), "cr_code", None)
+    if code is None:
+        return False
+    return "/hivemind/" in code.co_filename or (code is asyncio.Event.wait.__code__ and task.get_name().startswith("Task-"))
+
+
 def quiet_tasks(loop: asyncio.AbstractEventLoop) -> None:
     """hivemind starts tasks that nobody awaits; a hostile message can end one by an error. That is a debug line, not a traceback."""
     before = loop.get_exception_handler()
@@ -51,9 +59,7 @@ def quiet_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
     def handler(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         task = context.get("task") or context.get("future")
-        coroutine = task.get_coro() if isinstance(task, asyncio.Task) else None
-        code = getattr(coroutine, "cr_code", None)
-        if code is not None and "/hivemind/" in code.co_filename:
+        if isinstance(task, asyncio.Task) and _hiveminds(task):
             log.debug("hivemind: %s: %r", context.get("message"), context.get("exception"))
         elif before is not None:
             before(loop, context)
