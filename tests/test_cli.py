@@ -354,6 +354,7 @@ def test_an_unknown_name_in_the_environment_is_mentioned_but_harmless(
         (["node", "--new-run", "empty.txt", "--run", "demo"], "the name stands in the file"),
         (["generate", "--prompt", "a", "--mode", "fast"], "is not one of speculative"),
         (["generate", "--prompt", "a", "--max-tokens", "0"], "--max-tokens"),
+        (["generate", "--prompt", "a", "--max-tokens", "1000000000"], "--max-tokens"),
         (["generate", "--prompt", "a", "--temperature", "-1"], "--temperature"),
         (["generate", "--prompt", "a", "--top-p", "0"], "--top-p"),
         (["generate", "--prompt", "a", "--initial-peers", "nobody"], "--initial-peers 'nobody'"),
