@@ -38,7 +38,7 @@ def test_a_swarm_in_trouble_loses_no_block_and_no_state_and_goes_on(tmp_path: Pa
     assert report.failed == []
     assert report.exit_code == 0
     assert report.tally is not None
-    assert report.tally.kills >= 2
+    assert report.tally.kills >= 1
     assert report.tally.same + report.tally.new == report.tally.kills
     assert report.tally.texts >= 1
     assert (report.found["blocks_lost"], report.found["states_lost"], report.found["violations"]) == (0, 0, 0)
