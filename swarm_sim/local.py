@@ -87,6 +87,10 @@ def check(settings: Settings) -> Settings:
         raise UsageError(
             f"--minutes {settings.minutes:g} is too short: the swarm recovers for {settings.recovery_s:g} s; give {least:.1f} or more"
         )
+    if trouble.kill_every_s > settings.minutes * 60 - settings.recovery_s:
+        raise UsageError(
+            f"--kill-every {trouble.kill_every_s:g}: in --minutes {settings.minutes:g} nobody would be killed; give more minutes"
+        )
     if settings.kill and not trouble.any and settings.replicas < 2:
         raise UsageError("killing one replica needs a second one of its block: give --replicas 2 or more, or --no-kill")
     if not settings.prompt:
