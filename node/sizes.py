@@ -14,10 +14,11 @@ from blocktrain.protocol.manifest import Manifest
 PROCESS_BYTES: Final = 450 * 1024**2  # Python with torch, and the libp2p daemon beside it
 _TRAINING: Final = 16  # bytes a parameter, float32: weights, gradients, two moments
 _STATES: Final = 8  # the published state and the serving copy; on a GPU, a snapshot and the serving copy
-_EXCHANGE: Final = 20  # at the peak of one: our snapshot, theirs, the merge, and both as they travel
+_EXCHANGE: Final = 8  # at the peak of one: our snapshot, which becomes what the live block gets, and the merge; pieces are on the way
+_MOMENTUM: Final = 16  # of an outer step: anchor and velocity, and the next two while an exchange is judged
 _ACTIVATIONS: Final = 60  # bytes per layer, position and width that a backward pass keeps in float32, attention recomputed
 _LOGITS: Final = 12  # bytes per position and token of the vocabulary: logits, their softmax and gradient
-_CHECKPOINT: Final = 12  # weights and two moments
+_CHECKPOINT: Final = 16  # weights, two moments, and the published state
 _CHECKPOINTS: Final = 3  # the newest, the one before, and the one being written
 _WINDOW_OFFSETS: Final = 63  # compute/model.py: Off, one row for each distance inside a window
 _TIME: Final = 64  # compute/model.py: width of the noise level's small network
@@ -49,11 +50,12 @@ def needs(manifest: Manifest, codec: str = "bf16") -> Needs:
     """Raises: KeyError: a codec whose size depends on the data (sparse)."""
     count = parameters(manifest)
     positions = manifest.optimizer.batch // manifest.optimizer.accumulate * manifest.model.context
+    momentum = 0 if manifest.averaging.outer == "mean" else _MOMENTUM
     work = positions * (_ACTIVATIONS * manifest.model.layers * manifest.model.width + _LOGITS * manifest.model.vocabulary)
     return Needs(
         parameters=count,
         optimizer=_TRAINING * count,
-        memory=PROCESS_BYTES + (_TRAINING + _STATES + _EXCHANGE) * count + work,
+        memory=PROCESS_BYTES + (_TRAINING + _STATES + _EXCHANGE + momentum) * count + work,
         gpu=(_TRAINING + _STATES) * count + work,
         disk=_CHECKPOINTS * _CHECKPOINT * count,
         exchange=round(CODEC_BYTES[codec] * count),
