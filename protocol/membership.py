@@ -205,20 +205,20 @@ class Members:
             last = None
             for seen in records:
                 name, word, expires_at = seen.peer, seen.announcement, seen.expires_at
-                peer = peers.get(name)
-                if peer is not None and peer.seen is seen:
-                    continue
                 if word.phase in _HOLDER and word.block == block and word.run == run and now < expires_at <= most:
-                    if peer is None:
-                        if len(peers) < limits.MAX_MEMBERS and name != self.me:
-                            peers[name] = strangers[name] = _Peer(place_of(name), strangers, seen)
+                    shelf = strangers if name in strangers else friends
+                    peer = shelf.get(name)
+                    if peer is not None:
+                        if expires_at <= peer.expires_at:
+                            continue
+                        if peer.expires_at > now:
+                            peer.seen, peer.expires_at = seen, expires_at
+                            del shelf[name]  # the most recently heard stands last
+                            shelf[name] = peer
                             last = name
                             continue
-                    elif now < peer.expires_at < expires_at and (peer.shelf is strangers or peer.shelf is friends):
-                        peer.seen, peer.expires_at = seen, expires_at
-                        shelf = peer.shelf
-                        del shelf[name]  # the most recently heard stands last
-                        shelf[name] = peer
+                    elif name not in peers and name != self.me and len(peers) < limits.MAX_MEMBERS:
+                        peers[name] = strangers[name] = _Peer(place_of(name), strangers, seen)
                         last = name
                         continue
                 self.observe(seen, now)
