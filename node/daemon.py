@@ -28,6 +28,8 @@ from blocktrain.protocol.errors import BlocktrainError, DoesNotFit, Unreachable
 log = logging.getLogger("blocktrain.libp2p")
 
 STOP_TIMEOUT_S: Final = 2.0  # from SIGTERM to SIGKILL
+HEALTH_S: Final = 5.0  # how often it is asked whether it is there
+FROZEN_S: Final = 30.0  # one that has answered nothing for this long, though asked again and again, is of no use any more
 LAST_LINES_S: Final = 0.5  # after its end, to read what it said
 LAST_LINES: Final = 20  # of the daemon's output, for messages
 MAX_UNARY_BYTES: Final = 4 * 1024 * 1024  # one DHT message
@@ -55,6 +57,15 @@ class Settings:
     client: bool = False  # dial only: listen nowhere, serve nobody
     local: bool = False  # the swarm is on this machine: ask no router to map a port
     start_timeout_s: float = 60.0
+
+    @property
+    def relayed(self) -> bool:
+        return bool(self.relays) and not self.public
+
+    @property
+    def maps_ports(self) -> bool:
+        """Whether a router is asked to open a port for us."""
+        return not (self.local or self.relayed or self.client)
 
 
 class Owned:
@@ -225,7 +236,6 @@ def _cannot_run(binary: Path, error: OSError) -> BlocktrainError:
 
 def arguments(settings: Settings, control_socket: Path) -> list[str]:
     """The daemon's command line. TCP only; no bootstrap peers: we connect to them ourselves and know why one does not answer."""
-    relayed = bool(settings.relays) and not settings.public
     flags: dict[str, object] = {
         "listen": f"/unix{control_socket}",
         "id": settings.identity,
@@ -235,8 +245,8 @@ def arguments(settings: Settings, control_socket: Path) -> list[str]:
         "connManager": 1,
         "autonat": 1,
         "relay": 1,
-        "autoRelay": int(relayed),
-        "natPortMap": int(not (settings.local or relayed or settings.client)),
+        "autoRelay": int(settings.relayed),
+        "natPortMap": int(settings.maps_ports),
         "idleTimeout": "30s",  # ends the daemon if we died before we spoke to it
         "persistentConnMaxMsgSize": MAX_UNARY_BYTES,
         "dhtClient" if settings.client else "dhtServer": 1,
@@ -251,7 +261,7 @@ def arguments(settings: Settings, control_socket: Path) -> list[str]:
         flags["trustedRelays"] = ",".join(settings.relays)
     if settings.public:
         flags["forceReachabilityPublic"] = 1
-    elif relayed:
+    elif settings.relayed:
         flags["forceReachabilityPrivate"] = 1
     return [f"-{key}={value}" for key, value in flags.items()]
 

@@ -116,10 +116,16 @@ def _rank(address: Address, swarm_is_loopback: bool) -> int:
         return 3
     if is_loopback(address):
         return 0 if swarm_is_loopback else 4
+    return 1 if is_public(address.text) else 2
+
+
+def is_public(text: str) -> bool:
+    """Whether an address is of the open internet, as far as it tells. A name is one that somebody chose to announce."""
+    address = parse(text, "an address")
     try:
-        return 1 if ipaddress.ip_address(address.host).is_global else 2
+        return not address.relayed and ipaddress.ip_address(address.host).is_global
     except ValueError:
-        return 1  # a name that somebody chose to announce
+        return True
 
 
 def check_ports(host_maddrs: Sequence[str]) -> None:

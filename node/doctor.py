@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from blocktrain import __version__
 from blocktrain.node import addresses, dialing, sizes
-from blocktrain.node.config import DoctorConfig
+from blocktrain.node.config import DoctorConfig, Network
 from blocktrain.node.runtime import Runtime
 from blocktrain.node.status import duration, quantity
 from blocktrain.protocol import limits
@@ -304,6 +304,26 @@ async def check_network(config: DoctorConfig, runtime: Runtime) -> AsyncIterator
                 yield await _check_bandwidth(libp2p, sound, config.timeout_s, runtime)
         finally:
             await libp2p.stop()
+    yield await _check_reach(config, sound, runtime)
+
+
+async def _check_reach(config: DoctorConfig, peers: list[addresses.Address], runtime: Runtime) -> Finding:
+    """Whether others could call a node here: directly, or not without help."""
+    from blocktrain.node import reachability
+
+    if not peers:
+        return Finding("reach", OK, "not tried: --initial-peers ADDRESS … of a swarm asks its nodes to dial this machine")
+    network = Network(initial_peers=tuple(address.text for address in peers), host_maddrs=config.host_maddrs)
+    try:
+        verdict = await reachability.try_out(network, runtime, f"blocktrain/{__version__} doctor")
+    except BlocktrainError as error:
+        return Finding("reach", FAIL, str(error), code=error.exit_code)
+    if verdict.word == "direct":
+        return Finding("reach", OK, f"direct: {verdict.why}")
+    if verdict.word == "no":
+        why, _, fix = verdict.why.partition("; ")
+        return Finding("reach", WARN, f"{why}: a node here would train, but serve nobody", f"{fix}, best four of them")
+    return Finding("reach", OK, f"{verdict.word}: {verdict.why}")
 
 
 async def _check_peer(libp2p: Libp2p, address: addresses.Address, timeout_s: float, runtime: Runtime) -> Finding:

@@ -32,7 +32,7 @@ from blocktrain.node.snapshot import Clocks, Static, build
 from blocktrain.node.status import Status
 from blocktrain.node.store import MAX_PEERS_KEPT, Store
 from blocktrain.node.talk import Talk
-from blocktrain.protocol.errors import Unreachable
+from blocktrain.protocol.errors import RefusedBySwarm, Unreachable
 from blocktrain.protocol.handshake import Greeting
 from blocktrain.protocol.ids import PeerId, short
 from blocktrain.protocol.placement import Mover
@@ -65,15 +65,21 @@ async def run_node(config: NodeConfig, runtime: Runtime, outfit: Outfit = as_it_
         work = asyncio.create_task(_node(config, runtime, talk, outfit), name="node")
         beside = [asyncio.create_task(talk.repeat(), name="talk"), asyncio.create_task(runtime.stop.wait(), name="stop")]
         try:
-            await asyncio.wait({work, beside[1]}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, *beside}, return_when=asyncio.FIRST_COMPLETED)
+            if beside[0].done():  # nobody reads what we say any more (`| head`): end in order, and with that reason
+                runtime.stop.set()
             if not work.done() and not talk.alive:
                 log.info("stopping before the node was up")
                 work.cancel()
-            return await work
-        except asyncio.CancelledError:
-            if not work.cancelled():
-                raise
-            return 0
+            try:
+                code = await work
+            except asyncio.CancelledError:
+                if not work.cancelled():
+                    raise
+                code = 0
+            if beside[0].done():
+                beside[0].result()
+            return code
         finally:
             for task in (work, *beside):
                 task.cancel()
@@ -110,7 +116,7 @@ async def _open(config: NodeConfig, plan: Plan, runtime: Runtime, outfit: Outfit
         who = stack.enter_context(identities.load_or_create(config.files.identity or store.folder / "identity.key", plan.claimed_by))
         # The network and the block do not need each other: torch is imported and weights are read while the daemon starts.
         preparing = _in_thread(lambda: _prepare(config, plan, store, who.peer_id))
-        clocks = Clocks()
+        clocks = Clocks(runtime.clock)
         net = await stack.enter_async_context(
             open_network(
                 config.network,
@@ -210,6 +216,7 @@ async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> Pla
         asyncio.create_task(wait(node.rounds_done.wait(), "the rounds that were asked for are done")),
         asyncio.create_task(fail(node.failure())),
         asyncio.create_task(fail(_daemon_died(static.net))),
+        asyncio.create_task(fail(static.clocks.too_far_off())),
         asyncio.create_task(_checkpoints(node, static)),
         asyncio.create_task(_keep_known(node, static)),
         asyncio.create_task(static.reachability.keep()),
@@ -226,9 +233,11 @@ async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> Pla
     try:
         await node.run(stop, fresh=static.fresh)
         log.debug("left the swarm")
-        sound = not end or isinstance(end[0], Unreachable)  # a lost daemon is no reason to lose what was trained
+        sound = not end or isinstance(end[0], Unreachable | RefusedBySwarm)  # neither a lost daemon nor a clock spoils what was trained
         if sound and (node.parts.replica.published().round or node.parts.replica.progress().steps):
             await node.parts.replica.save()
+            if static.store.trouble:
+                log.warning("what was trained last is not saved: %s", static.store.trouble)
         _remember(node, static)
         log.debug("saved")
     finally:
@@ -267,7 +276,7 @@ def _invite(node: Node, static: Static) -> None:
 
 async def _daemon_died(net: Net) -> BaseException:
     await net.died.wait()
-    return Unreachable(f"the libp2p daemon ended: {net.reason}; start the node again, its state is saved")
+    return Unreachable(f"{net.reason}; start the node again, its state is saved")
 
 
 async def _checkpoints(node: Node, static: Static) -> None:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final
 
 import msgpack
 
-from blocktrain.node import dialing, lean, taming
+from blocktrain.node import daemon, dialing, lean, taming
 from blocktrain.node.daemon import MAX_UNARY_BYTES, Children, Daemon, Owned, Settings
 from blocktrain.node.identity import Identity
 from blocktrain.node.sealing import Seals, split
@@ -80,6 +80,7 @@ class Libp2p:
         self._handlers: dict[str, Inbound] = {}
         self._serving: set[asyncio.Task[Any]] = set()
         self._server: asyncio.AbstractServer | None = None
+        self._silent_since: float | None = None
         self._p2p: Any = None
         self._dht: Any = None
         self._answers: dict[tuple[int, float], list[bool]] = {}  # stores in progress: what the other nodes said
@@ -96,6 +97,11 @@ class Libp2p:
     @property
     def daemon_pid(self) -> int | None:
         return self._daemon.pid
+
+    @property
+    def silent_s(self) -> float:
+        """For how long our daemon has not answered, though asked; 0 while it does."""
+        return 0.0 if self._silent_since is None else asyncio.get_running_loop().time() - self._silent_since
 
     @property
     def refused_records(self) -> int:
@@ -146,6 +152,7 @@ class Libp2p:
         )
         self._harden(self._dht.protocol)
         self._tasks.start(self._watch(), "libp2p watch")
+        self._tasks.start(self._keep_asking(), "libp2p health")
 
     async def stop(self) -> None:
         """End streams, DHT and daemon, and wait for them. May be called twice."""
@@ -180,6 +187,21 @@ class Libp2p:
             self._fail_calls(self._daemon.reason)
         finally:
             died.cancel()
+
+    async def _keep_asking(self) -> None:
+        """A frozen daemon (stopped, or swapped out) holds every connection open and says nothing: only a question tells."""
+        time = asyncio.get_running_loop().time
+        while not self.died.is_set():
+            await asyncio.sleep(daemon.HEALTH_S)
+            asked_at = time()
+            try:
+                await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), CONTROL_TIMEOUT_S)
+                self._silent_since = None
+            except NetworkFault:
+                self._silent_since = self._silent_since or asked_at
+                if self.silent_s >= daemon.FROZEN_S:
+                    words = f"the libp2p daemon has not answered for {self.silent_s:.0f} s"
+                    self._daemon.fail(f"{words}: is it stopped, or the machine out of memory?")
 
     def _fail_calls(self, why: str) -> None:
         for call in list(self._p2p._client.control._pending_calls.values()):

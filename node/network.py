@@ -37,6 +37,7 @@ class Net:
     transport: Libp2pTransport
     directory: DhtDirectory
     libp2p: Libp2p
+    maps_ports: bool = False  # a router is asked to open a port
 
     @property
     def died(self) -> asyncio.Event:
@@ -106,7 +107,7 @@ async def open_network(
                 log.warning("%s; starting alone, and trying again", error)
             tasks.start(bootstrap.keep(), "bootstrap")
             tasks.start(_keep_addresses(directory), "addresses")
-            yield Net(transport, directory, libp2p)
+            yield Net(transport, directory, libp2p, settings.maps_ports)
         finally:
             await tasks.close()
             await libp2p.stop()

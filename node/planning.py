@@ -75,7 +75,9 @@ async def make_plan(config: NodeConfig, runtime: Runtime) -> Plan:
         return Plan(load_recipe(config.new_run), config.training.block if config.training.block not in (None, AUTO) else 0)
     if not config.network.initial_peers:
         assert config.files.store is not None, "checked by the command"
-        return _from_store(config.files.store, config)
+        plan = _from_store(config.files.store, config)
+        log.info("starting again from %s, with %d known addresses", plan.store, len(plan.known_peers))
+        return plan
     pause_s = RETRY_FIRST_S
     while True:
         try:
@@ -218,7 +220,6 @@ def _from_store(folder: Path, config: NodeConfig) -> Plan:
         manifest, peers = store.load_manifest(), store.load_peers()
     if manifest is None:
         raise UsageError(f"the store {folder} has no manifest: join its run with --initial-peers")
-    log.info("starting again from %s, with %d known addresses", folder, len(peers))
     return Plan(manifest, block, tuple(peers), store=folder)
 
 

@@ -1,7 +1,7 @@
 """Whether the node with a certain peer id answers at a host and port: a fresh TCP connection, and libp2p's TLS handshake over it.
 
 The daemon cannot be asked for that: it answers from a connection that is open already. The handshake ends as soon as the other side has
-proved itself, by a certificate whose key is signed with the key inside the peer id (libp2p's TLS specification, version 1.0.0); we show none.
+proved itself, by a certificate whose key is signed with the key inside the peer id; we show none.
 https://github.com/libp2p/specs/blob/master/tls/tls.md
 """
 

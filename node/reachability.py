@@ -18,11 +18,15 @@ from random import Random
 from typing import Final
 
 from blocktrain.node import addresses as parsing
-from blocktrain.node import proof
+from blocktrain.node import dialing, proof
 from blocktrain.node.addresses import Address
+from blocktrain.node.config import Network
+from blocktrain.node.network import open_network
 from blocktrain.node.ports import Transport
+from blocktrain.node.runtime import Runtime
 from blocktrain.protocol import limits, schema, wire
 from blocktrain.protocol.errors import Malformed, NetworkFault, PeerFault, UsageError
+from blocktrain.protocol.handshake import Greeting
 from blocktrain.protocol.ids import PeerId, short
 from blocktrain.protocol.messages import INFO, Answer, Ask, End
 from blocktrain.protocol.schema import Bool, Text
@@ -37,6 +41,8 @@ MAX_ASKERS: Final = 256  # remembered
 ANSWER_TIMEOUT_S: Final = 12.0
 ANSWER_BYTES: Final = 2048
 WITNESSES: Final = 3  # peers asked in one check
+MAPPING_S: Final = 5.0  # that a router gets to open a port for us (UPnP, NAT-PMP)
+MAPPING_LOOK_S: Final = 0.5
 CHECK_S: Final = 5.0  # how often we look whether there is a reason to ask
 AGAIN_S: Final = 600.0  # after an answer
 AGAIN_UNSURE_S: Final = 60.0  # after a no, or none
@@ -132,7 +138,9 @@ def judge(own: Sequence[str], echoes: Sequence[tuple[PeerId, Echo]]) -> Verdict:
     if not echoes:
         return Verdict("unknown", "nobody who could be asked to dial us is known")
     peer, echo = echoes[0]
-    remedy = "forward that port to this machine and name it with --announce-maddrs, or give relays with --relay"
+    remedy = (
+        "turn on UPnP in the router or forward that port to this machine, and name it with --announce-maddrs; or give relays with --relay"
+    )
     return Verdict("no", f"{short(peer)} could not dial us ({echo.why or 'no reason given'}); {remedy}")
 
 
@@ -175,3 +183,19 @@ class Reachability:
             if echoes[-1][1].reached:
                 break
         return judge(own, echoes)
+
+
+async def try_out(network: Network, runtime: Runtime, agent: str) -> Verdict:
+    """Listen for a moment as a node with these settings would, and ask its initial peers to dial us. For `doctor`.
+
+    Raises: UsageError: an address is of no use, or a port taken. Unreachable: no initial peer answers.
+    """
+    time_s = asyncio.get_running_loop().time
+    async with open_network(network, None, Greeting(None, agent), runtime.clock, children=runtime.children) as net:
+        until = time_s() + MAPPING_S
+        while net.maps_ports and not any(dialing.is_public(text) for text in net.directory.addresses()) and time_s() < until:
+            await asyncio.sleep(MAPPING_LOOK_S)
+            await net.directory.refresh_addresses()
+        own = net.directory.addresses()
+        peers = [PeerId(parsing.parse(text, "--initial-peers", needs_peer=True).peer) for text in network.initial_peers]
+        return await Reachability(net.transport, lambda: own, lambda: peers, runtime.rng).check(own, peers)

@@ -80,6 +80,7 @@ class Node:
             topology=config.gossip.topology,
             train=config.training.train,
             expects_peers=bool(config.network.initial_peers),
+            hosts=config.new_run is not None,
         )
         self.core = Core(self.me, manifest, block, settings, rng)
         side = Side(self.me, manifest, block, config.gossip.codec, config.gossip.heldout_margin)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from blocktrain import __version__
 from blocktrain.node.config import AUTO, NodeConfig
 from blocktrain.node.local import StatusFile
+from blocktrain.node.logs import say_once_a_minute
 from blocktrain.node.runtime import Runtime
 from blocktrain.node.status import Status, one_line
 from blocktrain.protocol.manifest import Manifest
@@ -57,13 +58,14 @@ class Talk:
         status = self._build()
         self._file.write(status)
         if self._config.json:
-            print(status.to_json(), file=sys.stdout, flush=True)
+            _print(status.to_json())
         now = self._runtime.clock()
         if now - self._talked_at >= TALK_EVERY_S:
             self._talked_at = now
             log.info("%s", one_line(status))
 
     async def repeat(self) -> None:
+        """For the node's life. Raises: BrokenPipeError: whoever read our JSON went away."""
         while True:
             self.write()
             await asyncio.sleep(STATUS_EVERY_S)
@@ -87,3 +89,13 @@ class Talk:
             uptime_s=now - self._started_at,
             written_at=now,
         )
+
+
+def _print(line: str) -> None:
+    """A line on stdout; a full disk behind it must not end a node. Raises: BrokenPipeError."""
+    try:
+        print(line, file=sys.stdout, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        say_once_a_minute(log, logging.WARNING, "stdout", f"the status cannot be written to stdout: {error.strerror}")

@@ -46,6 +46,7 @@ class Settings:
     topology: str = "pairs"
     train: bool = True  # False: hold and serve the block without training it
     expects_peers: bool = False  # initial peers were given: being alone is worth a word
+    hosts: bool = False  # the run begins here: being alone in it is how it begins
 
 
 @dataclass
@@ -420,7 +421,7 @@ class Core:
     def isolated(self, now: float) -> bool:
         """Initial peers were given, and yet nobody else is to be seen."""
         waited = self.phase not in ("starting", "stopping") and now - self._began_at >= ISOLATED_AFTER_S
-        return self.settings.expects_peers and waited and not sum(self.members.coverage(now, None))
+        return self.settings.expects_peers and not self.settings.hosts and waited and not sum(self.members.coverage(now, None))
 
     def waiting(self, now: float) -> tuple[str, str, float, str]:
         """(phase, what it waits for, seconds in the phase, what comes next), in plain words; never an empty wait."""

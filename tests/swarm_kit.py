@@ -157,7 +157,13 @@ class Live:
 
 
 class Nodes:
-    """Starts nodes in this process, and stops those that still run at the end. `make_net` is the fixture `net_factory`."""
+    """Starts nodes in this process, and stops those that still run at the end. `make_net` is the fixture `net_factory`.
+
+    Their records live `ttl_s` and are renewed every `refresh_s`: for many nodes in one process, that should be less often.
+    """
+
+    ttl_s = 6.0
+    refresh_s = 0.7
 
     def __init__(self, make_net: Callable[..., Awaitable[Net]], run: Manifest | None = None) -> None:
         self.run = run or manifest()
@@ -177,7 +183,7 @@ class Nodes:
         run = run or self.run
         gossip = gossip or Gossip(codec="fp32", tau_s=4.0, heldout_margin=10.0)
         peers = tuple(each if isinstance(each, str) else each.address for each in initial)
-        network = Network(initial_peers=peers, ttl_s=6.0, refresh_s=0.7)
+        network = Network(initial_peers=peers, ttl_s=self.ttl_s, refresh_s=self.refresh_s)
         net = await self._make_net(*peers, greeting=Greeting(run, "test", gossip.topology))
         mine = replica(run, block, len(self._all), pace_s)
         server = TorchServer(run, block, device="cpu")

@@ -330,6 +330,8 @@ def test_an_unknown_name_in_the_environment_is_mentioned_but_harmless(
         (["node", "--initial-peers", PEER, "--block", "-1"], "neither a block number"),
         (["node", "--initial-peers", PEER, "--block", "two"], 'nor "auto"'),
         (["node", "--initial-peers", PEER, "--block", "1.5"], "neither a block number"),
+        (["node", "--initial-peers", PEER, "--name", "x" * 500], "--name: at most 40 characters"),
+        (["node", "--initial-peers", PEER, "--name", "two\nlines"], "no control characters"),
         (["node", "--initial-peers", PEER, "--threads", "0"], "--threads"),
         (["node", "--initial-peers", PEER, "--rounds", "many"], "--rounds"),
         (["node", "--initial-peers", PEER, "--device", "gpu"], "cpu, cuda, cuda:N or auto"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from random import Random
 
 from blocktrain.protocol import buckets
@@ -371,6 +372,14 @@ def test_a_node_that_sees_nobody_says_isolated() -> None:
     assert phase == "isolated"
     assert "no other node" in why
     assert then
+
+
+def test_a_host_that_nobody_has_joined_yet_is_not_isolated() -> None:
+    core = training()
+    core.settings = replace(core.settings, hosts=True)
+    phase, why, _, _ = core.waiting(T0 + 60)
+    assert phase == "training"
+    assert "rounds are our own" in why
 
 
 def test_every_phase_has_a_reason() -> None:

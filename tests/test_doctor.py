@@ -9,21 +9,23 @@ import json
 import random
 import resource
 import socket
+import time
 from collections import namedtuple
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from blocktrain.node import doctor, identity, join, sizes
+from blocktrain.node import doctor, identity, join, proof, sizes
 from blocktrain.node.commands import app
 from blocktrain.node.config import DoctorConfig
 from blocktrain.node.doctor import FAIL, OK, WARN, Finding
+from blocktrain.node.reachability import Witness
 from blocktrain.node.recipe_file import load_recipe
 from blocktrain.node.runtime import Runtime, wall_clock
 from blocktrain.node.status import Status
 from blocktrain.protocol.handshake import Greeting
-from blocktrain.protocol.ids import peer_id_of_key
+from blocktrain.protocol.ids import PeerId, peer_id_of_key
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.messages import INFO
 from tests.conftest import MakeNet
@@ -205,7 +207,7 @@ async def findings(*peers: str) -> list[Finding]:
 async def test_peers_are_dialled_and_told_apart() -> None:
     async with a_peer(answers=True) as node, a_peer(answers=False) as bootstrap:
         dead = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
-        daemon, first, second, third, link = await findings(node, bootstrap, dead)
+        daemon, first, second, third, link, reach = await findings(node, bootstrap, dead)
     assert (daemon.check, daemon.level) == ("daemon", OK)
     assert first.level == OK
     assert "blocktrain/test" in first.text
@@ -217,6 +219,8 @@ async def test_peers_are_dialled_and_told_apart() -> None:
     assert third.fix
     assert (link.check, link.level) == ("link", OK)
     assert link.text.startswith("not measured: ")  # neither of them has a state
+    assert (reach.check, reach.level) == ("reach", OK)
+    assert "nobody who could be asked" in reach.text  # neither of them dials back
 
 
 @pytest.mark.real
@@ -229,10 +233,32 @@ async def test_the_bandwidth_to_a_peer_with_a_state_is_measured(
     host = await nodes.start(0)
     host.node._info._status_json = lambda: Status(run=nodes.run.run.hex(), block=0, blocks=3, round=host.round).to_json()
     await until(lambda: host.round >= 1, host.said)
-    *_, link = await findings(host.address)
+    *_, link, _ = await findings(host.address)
     await nodes.close()
     assert (link.check, link.level, bool(link.fix)) == ("link", level, level == WARN)
     assert "/s from " in link.text, link
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("reached", [True, False])
+async def test_a_peer_is_asked_to_dial_this_machine(net_factory: MakeNet, monkeypatch: pytest.MonkeyPatch, reached: bool) -> None:
+    if not reached:
+        monkeypatch.setattr(proof, "answers_as", refuse)
+    host = await net_factory()
+    witness = Witness(host.libp2p.seen_at, time.monotonic)
+    await host.transport.serve(INFO, join.Info(load_recipe("tiny"), lambda: "{}", witness.answer).handle)
+    *_, reach = await findings(host.directory.addresses()[0])
+    if reached:
+        assert (reach.check, reach.level) == ("reach", OK)
+        assert reach.text.startswith("direct: ")
+    else:
+        assert (reach.check, reach.level) == ("reach", WARN)
+        assert "no answer" in reach.text
+        assert all(words in reach.fix for words in ("UPnP", "--announce-maddrs", "--relay"))
+
+
+async def refuse(host: str, port: int, peer: PeerId, timeout_s: float) -> str:
+    return "no answer"
 
 
 @pytest.mark.real
@@ -253,7 +279,21 @@ def test_doctor_prints_one_object_with_every_check(
     report = json.loads(capsys.readouterr().out)
     assert report["ok"]
     checks = {finding["check"] for finding in report["findings"]}
-    assert checks == {"versions", "recipe", "device", "speed", "memory", "disk", "data", "files", "ports", "clock", "daemon", "peers"}
+    assert checks == {
+        "versions",
+        "recipe",
+        "device",
+        "speed",
+        "memory",
+        "disk",
+        "data",
+        "files",
+        "ports",
+        "clock",
+        "daemon",
+        "peers",
+        "reach",
+    }
 
 
 @pytest.mark.real

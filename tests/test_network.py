@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.node import bootstrap, daemon, dialing
+from blocktrain.node import bootstrap, daemon, dialing, libp2p
 from blocktrain.node.bootstrap import Bootstrap
 from blocktrain.node.config import Network
 from blocktrain.node.network import Net, open_network
@@ -277,6 +277,31 @@ async def test_the_death_of_the_daemon_is_noticed_with_its_reason_and_nothing_ha
         with pytest.raises(NetworkFault, match="SIGKILL"):
             await joiner.directory.read_runs(timeout_s=5)
     assert not host.died.is_set()
+
+
+@pytest.mark.real
+async def test_37_a_daemon_that_is_frozen_is_noticed_said_and_given_up_and_one_that_wakes_in_time_is_not(
+    net_factory: MakeNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "HEALTH_S", 0.1)
+    monkeypatch.setattr(libp2p, "CONTROL_TIMEOUT_S", 0.3)
+    net = await net_factory()
+    pid = net.libp2p.daemon_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    await until(lambda: net.libp2p.silent_s > 0)
+    os.kill(pid, signal.SIGCONT)
+    await until(lambda: net.libp2p.silent_s == 0)
+    assert not net.died.is_set()
+    monkeypatch.setattr(daemon, "FROZEN_S", 1.0)
+    os.kill(pid, signal.SIGSTOP)
+    async with asyncio.timeout(30):
+        await net.died.wait()
+    assert "has not answered for" in net.reason
+    with pytest.raises(NetworkFault, match="has not answered for"):
+        await net.directory.read_runs(timeout_s=5)
+    async with asyncio.timeout(10):
+        await net.libp2p.stop()
 
 
 @pytest.mark.real

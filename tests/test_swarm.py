@@ -166,9 +166,9 @@ async def test_a_peer_of_another_run_or_partition_is_refused_on_both_sides_with_
     assert host.node.core.counters.accepted == 0
 
 
-async def test_the_distance_of_clocks_is_measured(nodes: Nodes, net_factory: MakeNet, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_distance_of_clocks_is_measured(nodes: Nodes, net_factory: MakeNet) -> None:
     host = await nodes.start()
-    clocks = Clocks()
+    clocks = Clocks(lambda: time.time() + 20)
     ahead = await net_factory(host.address, greeting=Greeting(nodes.run, "test"), clock=lambda: time.time() + 20, on_hello=clocks.met)
     stream = await ahead.transport.open(host.peer, INFO, timeout_s=10)
     await stream.send(Ask("ping"), timeout_s=10)
@@ -177,7 +177,6 @@ async def test_the_distance_of_clocks_is_measured(nodes: Nodes, net_factory: Mak
     skew_s = clocks.skew_s()
     assert skew_s is not None
     assert -25 < skew_s < -15
-    assert any("clock is 20 s ahead" in line for line in caplog.messages), caplog.messages
 
 
 # ---- attacks ----------------------------------------------------------------------------------------------------------------------------

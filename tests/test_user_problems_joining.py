@@ -12,15 +12,15 @@ from random import Random
 
 import pytest
 
-from blocktrain.node import planning
-from blocktrain.node.config import Files, Network, NodeConfig, Training
+from blocktrain.node import launch, planning, snapshot
+from blocktrain.node.config import Files, Gossip, Network, NodeConfig, Training
 from blocktrain.node.planning import make_plan
 from blocktrain.node.runtime import Runtime
 from blocktrain.node.store import Store
 from blocktrain.protocol import core
 from blocktrain.protocol.errors import RefusedBySwarm, Unreachable, UsageError
 from tests.conftest import LOOPBACK, MakeNet
-from tests.swarm_kit import Nodes, manifest, until
+from tests.swarm_kit import TEXT, Nodes, manifest, until
 from tests.test_network import dead
 
 pytestmark = pytest.mark.real
@@ -131,6 +131,43 @@ async def test_11_a_clock_within_bounds_is_told_at_joining(nodes: Nodes, caplog:
     plan = await make_plan(joiner(host.address, block=0), real(3.0))
     assert plan.block == 0
     assert any("clock is 3.0 s ahead of that of 1 peer" in record.getMessage() for record in caplog.records), caplog.text
+
+
+async def test_11_a_clock_that_goes_wrong_later_is_told_and_ends_the_node_with_its_state_saved(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("BLOCKTRAIN_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setattr(snapshot, "CLOCK_CHECK_S", 0.1)
+    monkeypatch.setattr(snapshot, "WRONG_FOR_S", 1.0)
+    (tmp_path / "text").write_bytes(bytes(TEXT.astype("u1")) * 4)
+    host = await nodes.start(0)
+    others = [host, await nodes.start(0, host), await nodes.start(0, host)]
+    off = [0.0]
+    runtime = Runtime(clock=lambda: time.time() + off[0], rng=Random(3))
+    network = Network(initial_peers=(host.address,), host_maddrs=LOOPBACK, ttl_s=6.0, refresh_s=0.7)
+    store = tmp_path / "store"
+    training = Training(block=0, data=(str(tmp_path / "text"),))
+    config = NodeConfig(network=network, training=training, gossip=Gossip(codec="fp32", heldout_margin=10.0), files=Files(store=store))
+    running = asyncio.create_task(launch.run_node(config, runtime))
+    clocks: list[snapshot.Clocks] = []
+    met = snapshot.Clocks.met
+    monkeypatch.setattr(snapshot.Clocks, "met", lambda self, each: (clocks.append(self), met(self, each)))
+    try:
+        await until(lambda: running.done() or (clocks and len(clocks[0]._fresh(asked_only=True)) >= snapshot.JUDGES), host.said)
+        assert not running.done(), running
+        off[0] = 25.0
+        with pytest.raises(RefusedBySwarm, match=r"clock is 25 s ahead of its peers'.*timedatectl.*state is saved") as caught:
+            async with asyncio.timeout(60):
+                await running
+        assert caught.value.exit_code == 6
+    finally:
+        runtime.stop.set()
+        await asyncio.gather(running, return_exceptions=True)
+    with Store.open(store, nodes.run.run, 0) as saved:
+        assert saved.load_manifest() == nodes.run
+        assert saved.checkpoint_round
+    assert not any(other.node.fatal.done() for other in others)
 
 
 async def test_a_joiner_without_a_block_is_shown_who_holds_what_and_told_what_to_type(

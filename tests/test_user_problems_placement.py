@@ -40,6 +40,7 @@ class Auto:
     async def start(self, number: int, hub: Net) -> Live:
         who = self._new_identity()
         swarm = Nodes(functools.partial(self._make_net, who=who), self.run)
+        swarm.ttl_s, swarm.refresh_s = 25.0, 3.0
         self.swarms.append(swarm)
         client = await self._make_net(hub, who=who, client_mode=True)
         block = await choose_block(client, self.run, clock=time.time, rng=Random(number), pace=PACE)

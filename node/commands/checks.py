@@ -6,12 +6,15 @@ Whether the block is in range, the data long enough and the device there is chec
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from blocktrain.node import addresses, dialing, recipe_file, sources
 from blocktrain.node.config import ClientConfig, DoctorConfig, NodeConfig
 from blocktrain.protocol import limits
 from blocktrain.protocol.errors import UsageError
 from blocktrain.protocol.manifest import Manifest
+
+MAX_NAME_CHARS: Final = 40  # it stands in every line and table
 
 
 def check_node(config: NodeConfig) -> None:
@@ -39,6 +42,8 @@ def check_node(config: NodeConfig) -> None:
         raise UsageError("--public says that others can reach this node, --relay that they cannot: give one of them")
     if training.may_move and config.files.store is not None:
         raise UsageError("--may-move needs a store for each block it may hold, and --store names one: leave one of the two out")
+    if len(config.name) > MAX_NAME_CHARS or not config.name.isprintable():
+        raise UsageError(f"--name: at most {MAX_NAME_CHARS} characters, and no control characters")
     check_data(training.data)
     _check_device(training.device)
     if config.files.identity is not None and config.files.identity.is_dir():

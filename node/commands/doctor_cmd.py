@@ -21,7 +21,7 @@ _RESET: Final = "\033[0m"
 
 
 def doctor_(wanted: DoctorConfig | None = None, *, config: ConfigFile = None) -> int:
-    """Check this machine before it joins: versions, device, memory, disk, data, files, ports, clock, and each initial peer.
+    """Check this machine before it joins: versions, device, memory, disk, data, files, ports, clock, each initial peer, and NAT.
 
     Every line begins with ok, warn or fail; warn and fail say how to mend it. The exit code is 0 unless something failed.
     """
