@@ -75,9 +75,9 @@ async def make_plan(config: NodeConfig, runtime: Runtime) -> Plan:
         return Plan(load_recipe(config.new_run), config.training.block if config.training.block not in (None, AUTO) else 0)
     if not config.network.initial_peers:
         assert config.files.store is not None, "checked by the command"
-        plan = _from_store(config.files.store, config)
-        log.info("starting again from %s, with %d known addresses", plan.store, len(plan.known_peers))
-        return plan
+        again = _from_store(config.files.store, config)
+        log.info("starting again from %s, with %d known addresses", again.store, len(again.known_peers))
+        return again
     pause_s = RETRY_FIRST_S
     while True:
         try:
