@@ -18,6 +18,7 @@ from typing import Final, Literal
 
 import numpy as np
 
+from blocktrain.node.compute import rows as wire
 from blocktrain.node.legs import Broken, Leg, Session
 from blocktrain.node.ports import Transport
 from blocktrain.protocol import chains, sweep
@@ -203,13 +204,16 @@ class SwarmChain:
         order = [leg.hop.block for leg in session.legs]
         head, head_body = answers[order[0]]
         size = step.rows * step.want * self._shape.row_bytes
-        total = np.frombuffer(head_body[:size], dtype="<f2")
+        total = wire.unpack(head_body[:size], self._shape)
         compute_s = head.compute_s
-        for block in order[1:]:
+        for terms, block in enumerate(order[1:], 2):
             scored, body = answers[block]
-            total = (total.astype(np.float32) + np.frombuffer(body, dtype="<f2")).astype("<f2")
+            added = (total.astype(np.float32) + wire.unpack(body, self._shape)).astype(np.float16)
+            total = wire.settled(added, self._shape, terms)
             compute_s += scored.compute_s
-        return replace(head, blocks=tuple(order), compute_s=compute_s), memoryview(total.tobytes() + bytes(head_body[size:]))
+        return replace(head, blocks=tuple(order), compute_s=compute_s), memoryview(
+            wire.pack(total, self._shape, len(order)) + bytes(head_body[size:])
+        )
 
     async def _relay(self, session: Session, step: Step, usual_s: float) -> tuple[Scored, memoryview]:
         """From holder to holder by way of us: where z travels, and the holders cannot reach each other."""
@@ -239,8 +243,7 @@ class SwarmChain:
             and len(scored.tokens) == scored.drafted * self._shape.token_bytes
             and len(body) == rows * self._shape.row_bytes + z_bytes
         )
-        values = np.frombuffer(body[: rows * self._shape.row_bytes], dtype="<f2") if fits else np.zeros(0)
-        if not fits or (values.size and not (values.max() <= 0 and np.isfinite(values.min()))):  # NaN fails both
+        if not fits or not wire.fair(body[: rows * self._shape.row_bytes], self._shape):
             raise Broken(f"block {leg.hop.block}: an answer that does not fit what was asked", [leg.hop.peer], offence=True)
 
     async def _close(self, gone: set[PeerId] | None = None) -> None:

@@ -36,6 +36,8 @@ MAX_WINDOW: Final = 64  # positions of a one-sweep window, the known one before 
 MAX_STEP_POSITIONS: Final = 16384  # rows x positions of one step, so that none holds a holder's thread for long
 SEQUENTIAL: Final = ("diffusionblocks",)  # objectives whose blocks hand z on; the others' blocks add up what they say
 HALF_BYTES: Final = 2  # log-probabilities and z travel as fp16
+WHOLE_VOCABULARY: Final = 4096  # up to so many tokens a row of log-probabilities travels whole: 8 KiB
+KEPT_TOKENS: Final = 512  # of larger ones, the likeliest, and one value for all others (docs/recipe.md has the error)
 
 # What a random number decides. One number a purpose and position, so that no decision shares its chance with another.
 DRAW: Final = 0  # the drafter's token
@@ -53,11 +55,14 @@ class Shape:
     width: int  # d, for z
     blocks: int  # B
     sequential: bool = False  # every position carries z from block to block, and the last block is read
+    kept: int = 0  # tokens that a row names as it travels (node/compute/rows.py); 0: all, in order
 
     @classmethod
     def of(cls, manifest: Manifest) -> Shape:
         model = manifest.model
-        return cls(model.vocabulary, model.context, model.width, manifest.blocks, manifest.objective in SEQUENTIAL)
+        return cls(
+            model.vocabulary, model.context, model.width, manifest.blocks, manifest.objective in SEQUENTIAL, kept_of(model.vocabulary)
+        )
 
     @property
     def token_bytes(self) -> int:
@@ -66,7 +71,12 @@ class Shape:
     @property
     def row_bytes(self) -> int:
         """One position's log-probabilities on the wire."""
-        return self.vocabulary * HALF_BYTES
+        return self.kept * (self.place_bytes + HALF_BYTES) + HALF_BYTES if self.kept else self.vocabulary * HALF_BYTES
+
+    @property
+    def place_bytes(self) -> int:
+        """A token's number in a row that names its tokens."""
+        return 2 if self.vocabulary <= 65536 else 4
 
     @property
     def start_token(self) -> int:
@@ -86,12 +96,18 @@ class Shape:
 
     @property
     def score_bytes(self) -> int:
-        """Of one frame, for log-probabilities."""
-        return limits.MAX_BODY_BYTES // 2 if self.sequential else limits.MAX_BODY_BYTES
+        """Of one frame, for log-probabilities. Rows that name their tokens are no more than whole ones could be: they are read as such."""
+        most = limits.MAX_BODY_BYTES // 2 if self.sequential else limits.MAX_BODY_BYTES
+        return most // (self.vocabulary * HALF_BYTES) * self.row_bytes if self.kept else most
 
     def terms(self, blocks: int) -> int:
         """How many blocks' log-probabilities an answer of so many blocks holds in each row."""
         return 1 if self.sequential else blocks
+
+
+def kept_of(vocabulary: int) -> int:
+    """How many tokens a row of log-probabilities names as it travels; 0: it travels whole."""
+    return 0 if vocabulary <= WHOLE_VOCABULARY else KEPT_TOKENS
 
 
 # ---- positions and chance -------------------------------------------------------------------------------------------------------
@@ -202,6 +218,8 @@ def check_step(step: Step, body_bytes: int, shape: Shape, *, block: int, cached:
     draft_rows = max(draft_rows, rows_of_draft(step.draft))
     if score_bytes + draft_rows * shape.row_bytes + rows_of_z(step, shape, step.draft) * shape.z_bytes > limits.MAX_BODY_BYTES:
         raise Malformed(f"{step.rows} x {step.want} positions do not fit one frame")
+    if shape.kept and score_bytes + draft_rows * shape.row_bytes > shape.score_bytes:
+        raise Malformed(f"{step.rows} x {step.want} positions are more than whole rows of {shape.vocabulary} tokens fit one frame")
     known = length - unknown
     after = step.position + known + step.draft if step.rows == 1 else cached
     return Work(tokens[: known * step.rows], known, unknown, after, score_bytes, draft_rows, z_rows)

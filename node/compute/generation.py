@@ -16,6 +16,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from blocktrain.node.compute.rows import unpack
 from blocktrain.node.compute.sampling import Half, Row, chain_row, couple, distribution, draw, likeliest
 from blocktrain.protocol import sweep
 from blocktrain.protocol.errors import NoPeers, PeerFault, UsageError
@@ -278,7 +279,7 @@ def read_answer(step: Step, scored: Scored, body: memoryview, shape: Shape) -> t
     more = len(body) - due
     if more and not (shape.sequential and more > 0 and more % shape.z_bytes == 0):  # z of tokens that were sent again, after a loss
         raise PeerFault(f"an answer of {len(body)} bytes where {due} are due")
-    values: Half = np.frombuffer(body, dtype="<f2")[: (rows + draft_rows) * shape.vocabulary].reshape(-1, shape.vocabulary)
+    values = unpack(body[: (rows + draft_rows) * shape.row_bytes], shape)
     if values.size and not (values.max() <= 0 and np.isfinite(values.min())):  # NaN fails both
         raise PeerFault("an answer that does not hold log-probabilities")
     return values[:rows], values[rows:]

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from blocktrain.node.compute import rows as wire
 from blocktrain.node.compute.batching import forward_each
 from blocktrain.node.compute.flat import Flat, from_bytes
 from blocktrain.node.compute.model import Block, Cache, Noisy
@@ -27,7 +28,7 @@ from blocktrain.node.ports import Buffer
 from blocktrain.protocol.errors import PeerFault
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.messages import Step
-from blocktrain.protocol.sweep import DRAW, Sampling, Shape, Work, check_step, pack_tokens, uniform
+from blocktrain.protocol.sweep import DRAW, Sampling, Shape, Work, check_step, pack_tokens, rows_of_draft, uniform
 
 _HALF_MAX: Final = 65504.0
 
@@ -141,14 +142,14 @@ class Worker:
             blocks=(*step.blocks, self.block.block),
             compute_s=step.compute_s + compute_s,
         )
-        return onward, total.tobytes() + tail
+        return onward, wire.pack(total, self.shape, self.shape.terms(len(onward.blocks))) + tail
 
     def _scores(self, tokens: list[int], want: int, cache: Cache | None, *, rows: int = 1, noisy: Noisy | None = None) -> Half:
         """This block's log-probabilities at the last `want` positions, [R x W, V]."""
         tokens_RN = torch.tensor(tokens, dtype=torch.int64, device=self._device).view(rows, -1)
         scores = self._objective.contribute(self.block, tokens_RN, cache, noisy, want)
         values: Floats = scores.view(rows * want, self.shape.vocabulary).cpu().numpy()
-        return to_half(values)
+        return self._said(values)
 
     def _scores_each(self, tokens: Sequence[list[int]], want: int, caches: Sequence[Cache]) -> list[Half]:
         """The same for several texts, each with its own cache: [W, V] of each."""
@@ -156,7 +157,11 @@ class Worker:
             return [self._scores(tokens[0], want, caches[0])]
         tokens_RN = torch.tensor(tokens, dtype=torch.int64, device=self._device)
         values: Floats = forward_each(self.block, tokens_RN, caches, want).log_softmax(-1).cpu().numpy()
-        return [to_half(row) for row in values]
+        return [self._said(row) for row in values]
+
+    def _said(self, log_probs: Floats) -> Half:
+        """This block's log-probabilities [N, V] as others will read them."""
+        return wire.settled(to_half(log_probs), self.shape, 1)
 
     def _draft(self, tasks: Sequence[_Task]) -> list[tuple[Half, bytes, list[int]]]:
         """Extend each text by `step.draft` tokens of this block alone; its log-probabilities [W, V] at all of them, and the tokens."""
@@ -176,7 +181,7 @@ class Worker:
         out = []
         for task, parts, tokens in zip(tasks, rows, drafted, strict=True):
             own = np.concatenate(parts)
-            out.append((own, own[-task.work.draft_rows :].tobytes(), tokens))
+            out.append((own, wire.pack(own[-task.work.draft_rows :], self.shape, 1), tokens))
         return out
 
     def _window(self, cache: Cache, step: Step, work: Work, before: Half | None) -> tuple[Half, bytes]:
@@ -235,8 +240,10 @@ class Worker:
         if work.unknown:
             task.job.cache.truncate(step.position + work.length)  # no unknown position stays
         own = np.concatenate(rows)
-        theirs = b"" if task.before is None else task.before[own.size : task.before.size - work.z_rows * self.shape.width].tobytes()
-        return own, (own[-work.draft_rows :].tobytes() if step.draft else theirs) + b"".join(moved), drafted
+        drafts = own[-work.draft_rows :] if step.draft else own[:0]
+        if task.before is not None:
+            drafts = task.before[own.size : task.before.size - work.z_rows * self.shape.width].reshape(-1, self.shape.vocabulary)
+        return own, wire.pack(drafts, self.shape, 1) + b"".join(moved), drafted
 
     def _noise(self, step: Step, first: int, count: int) -> Floats:
         """z where a sweep begins, [count, D]: at the σ where this block's interval does."""
@@ -255,7 +262,7 @@ class Worker:
         log_probs = self._objective.contribute(self.block, tokens_RN, cache, noisy).flatten(0, 1)
         z = z + min(0.0, low / sigma - 1) * (z - log_probs.exp() @ self.block.targets)  # (σ' - σ)/σ
         values: Floats = log_probs.cpu().numpy()
-        return to_half(values), z.clamp(-_HALF_MAX, _HALF_MAX).half().cpu().numpy().tobytes()
+        return self._said(values), z.clamp(-_HALF_MAX, _HALF_MAX).half().cpu().numpy().tobytes()
 
 
 def _incoming(step: Step, work: Work, body: Buffer, shape: Shape) -> Half | None:
@@ -265,8 +272,11 @@ def _incoming(step: Step, work: Work, body: Buffer, shape: Shape) -> Half | None
     """
     if not step.blocks:
         return None
-    values: Half = np.frombuffer(body, dtype="<f2")
-    scores = values[: work.score_bytes // 2]
+    rows = step.rows * step.want + rows_of_draft(step.drafted)
+    cut = rows * shape.row_bytes
+    scores = wire.unpack(memoryview(body)[:cut], shape)
+    z: Half = np.frombuffer(body, "<f2", offset=cut)
+    values: Half = np.concatenate((scores.ravel(), z)) if shape.kept else np.frombuffer(body, "<f2")
     if scores.size and not (scores.max() <= 0 and scores.min() >= -_HALF_MAX):  # NaN fails both
         raise PeerFault("the accumulator does not hold log-probabilities")
     if work.z_rows and not np.isfinite(values[len(values) - work.z_rows * shape.width :]).all():

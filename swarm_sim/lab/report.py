@@ -23,7 +23,8 @@ _ROWS: Final = (
     ("noise at every position, σ 3-30, from noise: last block", "true_noise_last_ce"),
     ("noise at every position: mean of the blocks", "true_noise_mean_ce"),
     ("paper's objective, σ 0.002-2: each block, with the true target in z", "leak_local_block_ce"),
-    ("the same, from noise, last block", "leak_from_noise_ce"),
+    ("the same over all σ of the run, each read by the block that owns it", "leak_local_ce"),
+    ("the same chain from noise, last block", "leak_from_noise_ce"),
 )
 
 
@@ -56,6 +57,13 @@ def quality(numbers: Numbers) -> str:
     if numbers.get("judge_true_text") is not None:
         rows = [(way.name, numbers[f"judge_{way.name}"], numbers[f"tokens_per_traversal_{way.name}"]) for way in WAYS]
         out += "\n" + _table(("way", "judge, nats a byte", "bytes a traversal"), [("true text", numbers["judge_true_text"], ""), *rows])
+    if numbers.get("kept") is not None:
+        out += f"\n{numbers['vocabulary']:,} tokens, {numbers['vocabulary_steps']} steps, seed 0; CE is nats a token:\n\n"
+        columns = [numbers[key] for key in ("kept", "kept_bytes", "kept_ce_error", "kept_distance")]
+        sparse = [(str(kept), size, f"{error:+.4f}", f"{far:.4f}") for kept, size, error, far in zip(*columns, strict=True)]
+        whole = ("all", numbers["vocabulary_dense_bytes"], f"(CE {numbers['vocabulary_dense_ce']:.3f})", "")
+        heading = ("tokens that travel", "bytes a position", "CE more than whole rows", "total variation from whole rows")
+        out += _table(heading, [whole, *sparse])
     return out
 
 
