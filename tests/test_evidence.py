@@ -112,7 +112,7 @@ def test_windows_are_as_the_recipe_says() -> None:
     lengths = Counter(row.tolist())
     assert set(lengths.values()) == {w - 1 for w in (4, 8, 16, 32, MAX_WINDOW)}, "the first position of a window stays clean"
     assert 0.21 < len(lengths) / rows < 0.29
-    assert all(count > 80 for count in Counter(lengths.values()).values()), "every size is drawn"
+    assert all(count > 40 for count in Counter(lengths.values()).values()), "every size is drawn"
     assert (place == T - 1).sum() == len(lengths), "windows end the sequence"
     starts = place - noisy.offset_M
     assert all(len(set(starts[row == number].tolist())) == 1 for number in list(lengths)[:20]), "offsets count from one known token"

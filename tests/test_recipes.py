@@ -55,7 +55,7 @@ def test_the_smallest_recipe_is_that_of_the_laptop() -> None:
     run = load_recipe("tiny")
     assert (run.blocks, run.objective, run.tokenizer) == (3, "evidence", "bytes")
     assert (run.model.width, run.model.heads, run.model.layers, run.model.context, run.model.vocabulary) == (128, 4, 2, 128, 256)
-    assert (run.noise.sigma_low, run.noise.sigma_high, run.noise.overlap, run.noise.window_share) == (0.2, 4.0, 0.1, 0.25)
+    assert (run.noise.sigma_low, run.noise.sigma_high, run.noise.overlap, run.noise.window_share) == (0.2, 4.0, 0.1, 0.125)
     schedule = run.schedule
     assert (schedule.steps_per_round, schedule.warmup_rounds, schedule.planned_rounds) == (20, 3, 60)
     assert (schedule.learning_rate, schedule.floor) == (4e-3, 0.1)

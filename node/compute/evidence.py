@@ -2,7 +2,7 @@
 
 Most positions are clean. With probability `noise.window_share` a sequence ends in a window of w ∈ {4, 8, 16, 32, 64} positions: the
 first, whose token is known, stays clean; at the others the token is unknown and z = Y[target] + σε stands in, σ log-uniform in the
-block's widened interval.
+block's widened interval. Each position of a window is one fewer that teaches what follows known text, so the longest are the rarest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from blocktrain.node.compute.autoregressive import Autoregressive, cross_entropy
 from blocktrain.node.compute.model import MAX_WINDOW, Block, Noisy
 from blocktrain.protocol.manifest import Manifest
 
-WINDOWS: Final = (4, 8, 16, 32, MAX_WINDOW)
+WINDOWS: Final = (4, 4, 8, 8, 16, 16, 32, 32, MAX_WINDOW)  # drawn from evenly
 
 
 class Evidence(Autoregressive):

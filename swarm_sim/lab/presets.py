@@ -91,7 +91,7 @@ def manifest(size: Preset, objective: str, steps: int, seed: int, *, sigma: tupl
         tokenizer="bytes",
         seed=seed,
         model=Model(width=size.width, layers=size.layers, heads=size.heads, context=size.context, vocabulary=256),
-        noise=Noise(sigma_low=sigma[0], sigma_high=sigma[1], overlap=0.1, window_share=0.25),
+        noise=Noise(sigma_low=sigma[0], sigma_high=sigma[1], overlap=0.1, window_share=0.125),
         schedule=Schedule(
             steps_per_round=1,
             learning_rate=size.learning_rate,
