@@ -162,6 +162,11 @@ def test_a_node_whose_daemon_is_killed_ends_with_a_reason_and_its_state_saved(pr
     assert "Traceback" not in host.talk()
     assert host.left() == []
     assert (store / "checkpoint.safetensors").exists()
+    again = programs.start("--store", str(store), block=None)  # what it had learnt is not lost
+    again.up()
+    begun = next(status for status in again.statuses() if status["phase"] not in ("starting",) and status["digest"])
+    assert begun["round"] >= 2
+    again.wait(lambda status: status["round"] > begun["round"])
 
 
 def test_a_stock_hivemind_dht_is_all_that_two_nodes_need_to_find_each_other(programs: Programs) -> None:
