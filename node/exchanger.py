@@ -29,6 +29,7 @@ from blocktrain.protocol.messages import CODECS, EXCHANGE, Accept, Decline, End,
 OUTCOME_TIMEOUT_S = 15.0  # beyond τ, to hear what the other side made of it
 CLOSE_TIMEOUT_S = 2.0  # for streams, when all is said
 FULL_CODEC = "bf16"  # where a sparse snapshot has no reference
+RTT_GROWTH = 1.25  # from exchange to exchange, at most
 MAX_KNOWN = 1024  # peers whose link and last merge we remember
 
 
@@ -51,6 +52,11 @@ class Known:
     rate_bytes_per_s: float | None = None  # of one direction
     rtt_s: float | None = None
     reference: bytes = NO_DIGEST  # our last merge with it that both sides keep
+
+    def met(self, rtt_s: float | None) -> None:
+        """A round trip as it was just now. A busy moment on either side is not a longer link: it grows slowly, and falls at once."""
+        if rtt_s is not None:
+            self.rtt_s = rtt_s if self.rtt_s is None else min(rtt_s, RTT_GROWTH * self.rtt_s)
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,9 @@ class Exchanger:
 
     async def _propose(self, exchange: Exchange, order: SendOffer, stack: contextlib.AsyncExitStack) -> _Swapped | Result:
         """From the snapshot to the end of the transfer, or to the answer that ends the exchange. Streams are left to `stack`."""
+        streams = self.side.streams or streams_for(self._know(order.peer).rate_bytes_per_s, self._know(order.peer).rtt_s)
+        joined: asyncio.Future[Transfer] = asyncio.get_running_loop().create_future()
+        await stack.enter_async_context(self._lanes(order, streams - 1, joined))
         opening = asyncio.create_task(self._transport.open(order.peer, EXCHANGE, timeout_s=limits.OPEN_TIMEOUT_S), name="exchange open")
         try:
             mine = await self._snapshot_for(order.peer)  # a step of training may be in hand; the stream opens meanwhile
@@ -137,10 +146,10 @@ class Exchanger:
             await _abandon(opening)
             raise
         stack.push_async_callback(_close, stream)
-        offer = self._offer(order, mine)
+        offer = self._offer(order, mine, streams)
         await stream.send(offer, timeout_s=limits.OPEN_TIMEOUT_S)
         answer, _ = await stream.receive(timeout_s=limits.OPEN_TIMEOUT_S)
-        self._know(order.peer).rtt_s = stream.rtt_s
+        self._know(order.peer).met(stream.rtt_s)
         try:
             result = self._answer(exchange, answer, offer)
             if result is not None:
@@ -152,7 +161,7 @@ class Exchanger:
             raise
         self._report(Answered(order.exchange))
         mine.meet(Terms(order.peer, answer.round, answer.weight, answer.codec), mine_first=exchange.mine_first)
-        await stack.enter_async_context(self._lanes(order.peer, offer, transfer))
+        joined.set_result(transfer)
         await transfer.run(stream)
         return _Swapped(stream, mine, transfer, offer.keep)
 
@@ -227,7 +236,7 @@ class Exchanger:
             return await self._replica.begin(FULL_CODEC)
         return await self._replica.begin("sparse", reference)
 
-    def _offer(self, order: SendOffer, mine: Swap) -> Offer:
+    def _offer(self, order: SendOffer, mine: Swap, streams: int) -> Offer:
         side, known = self.side, self._know(order.peer)
         return Offer(
             exchange=order.exchange,
@@ -239,7 +248,7 @@ class Exchanger:
             weight=mine.weight,
             size=mine.size,
             reference=known.reference if mine.codec == "sparse" else NO_DIGEST,
-            streams=side.streams or streams_for(known.rate_bytes_per_s, known.rtt_s),
+            streams=streams,
             keep=side.codec == "sparse",
         )
 
@@ -265,23 +274,30 @@ class Exchanger:
         self._know(peer).rate_bytes_per_s = size / max(1e-6, verified_at - began_at)
 
     @contextlib.asynccontextmanager
-    async def _lanes(self, peer: PeerId, offer: Offer, transfer: Transfer) -> AsyncIterator[None]:
-        """The other streams of an exchange that we offered. One that cannot be opened is left out."""
+    async def _lanes(self, order: SendOffer, count: int, joined: asyncio.Future[Transfer]) -> AsyncIterator[None]:
+        """The other streams of an exchange that we offer: opened at once, used from its acceptance on, when it has `joined` its transfer.
+
+        So they cost no round trip. One that cannot be opened is left out.
+        """
 
         async def lane() -> None:
             with contextlib.suppress(NetworkFault, PeerFault):
-                stream = await self._transport.open(peer, EXCHANGE, timeout_s=limits.OPEN_TIMEOUT_S)
+                stream = await self._transport.open(order.peer, EXCHANGE, timeout_s=limits.OPEN_TIMEOUT_S)
                 try:
-                    await stream.send(Lane(offer.exchange), timeout_s=limits.OPEN_TIMEOUT_S)
+                    transfer = await asyncio.shield(joined)
+                    await stream.send(Lane(order.exchange), timeout_s=limits.OPEN_TIMEOUT_S)
                     await transfer.help(stream, closes=True)
                 finally:
                     await _close(stream)
 
-        lanes = [asyncio.create_task(lane(), name="exchange-lane") for _ in range(offer.streams - 1)]
+        lanes = [asyncio.create_task(lane(), name="exchange-lane") for _ in range(count)]
         try:
             yield
         finally:
-            transfer.end()
+            if joined.done():
+                joined.result().end()
+            else:
+                joined.cancel()
             if lanes:
                 _, open_still = await asyncio.wait(lanes, timeout=CLOSE_TIMEOUT_S)
                 for task in open_still:

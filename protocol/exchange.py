@@ -33,7 +33,7 @@ PACE_FIRST: Final = 4  # before so many it does not adapt
 PACE_FACTOR: Final = 4.0
 MIN_TAU_S: Final = 5.0  # a machine that swaps or sleeps for a moment is not late
 MAX_STREAMS: Final = 8  # an exchange's snapshots are striped over; 8 carry 31 MB/s at 40 ms
-WINDOW_BYTES: Final = 256 * 1024  # what one libp2p stream has under way, so that it carries this much per round trip
+WINDOW_BYTES: Final = 128 * 1024  # what one libp2p stream carries per round trip at least: half of its window may wait for an update
 SHORT_RTT_S: Final = 0.01  # below it one stream carries more than the daemon does
 FIRST_STREAMS: Final = 4  # over a long link of unknown rate
 

@@ -42,7 +42,7 @@ class Party:
 
     def __post_init__(self) -> None:
         self.exchanger = Exchanger(
-            Side(self.twin.peer, RUN, 0, CODEC, 10.0), self.twin.transport, self.replica, self.facts.append, time.time
+            Side(self.twin.peer, RUN, 0, CODEC, 10.0, streams=1), self.twin.transport, self.replica, self.facts.append, time.time
         )
 
     async def offer_to(self, other: Party, tau_s: float = PATIENT_S) -> Result:

@@ -21,7 +21,7 @@ from blocktrain.node.transfer import Transfer
 from blocktrain.protocol import facts as f
 from blocktrain.protocol import limits
 from blocktrain.protocol.errors import Malformed, NetworkFault
-from blocktrain.protocol.exchange import MAX_STREAMS, streams_for
+from blocktrain.protocol.exchange import MAX_STREAMS, WINDOW_BYTES, streams_for
 from blocktrain.protocol.handshake import Greeting
 from blocktrain.protocol.ids import Digest
 from blocktrain.protocol.messages import EXCHANGE, Accept, Chunk, Lane, Message, Offer
@@ -283,10 +283,10 @@ def test_the_number_of_streams_is_bounded_and_grows_with_the_link(rate: float | 
 
 
 def test_a_link_that_windows_limit_gets_one_stream_more_each_time() -> None:
-    rtt_s, window = 0.1, 256 * 1024
+    rtt_s, window = 0.1, WINDOW_BYTES
     streams = 1
     for expected in range(2, MAX_STREAMS + 1):
         streams = streams_for(streams * window / rtt_s, rtt_s)
         assert streams == expected
-    assert streams_for(100e6 / 8, 0.04) == 3
+    assert streams_for(100e6 / 8, 0.04) == 5
     assert streams_for(100e6 / 8, 0.001) == 1

@@ -332,7 +332,7 @@ class TorchReplica:
             header = {**frozen.header, "round": published.round, "digest": published.digest.hex(), "wandered": wandered}
             store.write(tensors, header)
 
-        await self.work(write)
+        await asyncio.to_thread(write)  # not on the worker: on a slow disk an exchange would wait for it, and the other side for us
 
     async def stop(self) -> None:
         self._thread.stop()
