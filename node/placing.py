@@ -147,16 +147,18 @@ class _Choice:
             await self.pause()
             looked_at = self._time()
             whole, _ = await asyncio.gather(self.look(), self.say(claimed, "choosing"))
-            seen = self._everybody()
+            seen = self._others()
             if not self.heard or seen - known:
                 quiet_since = self._time()
             elif whole and looked_at - quiet_since >= max(self._pace.quiet_s, SLOW_FACTOR * self._slowest_s):
                 return
             known |= seen
 
-    def _everybody(self) -> set[PeerId]:
+    def _others(self) -> set[PeerId]:
+        """Who chooses now or has just committed. Whoever holds a block already is found sooner or later, and takes nobody's place."""
         now = self._clock()
-        return {peer for peer, _ in self.members.choosers(now)} | {member.peer for member in self.members.everybody(now)}
+        promised = {member.peer for member in self.members.everybody(now) if placement.is_promise(member)}
+        return promised | {peer for peer, _ in self.members.choosers(now)}
 
     def block(self) -> int:
         """The block that is ours by all that was seen."""
