@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from blocktrain.protocol import ids
 from blocktrain.protocol.ids import PeerId
 from blocktrain.protocol.membership import Member
-from blocktrain.protocol.placement import Mover, divide, most_needed, surplus
+from blocktrain.protocol.placement import Mover, divide, surplus
 
 NOW = 1_000_000.0
 
@@ -31,6 +31,10 @@ def holder(number: int, block: int, speed: float = 100.0, phase: str = "training
 def held(*counts: int, speed: float = 100.0) -> list[Member]:
     """So many holders of each block."""
     return [holder(1000 * block + number, block, speed) for block, count in enumerate(counts) for number in range(count)]
+
+
+def most_needed(blocks: int, holders: list[Member], me: PeerId) -> int:
+    return divide(blocks, holders, [], me)
 
 
 # ---- a block to start with --------------------------------------------------------------------------------------------------------------
