@@ -67,8 +67,8 @@ def loads(blocks: int, holders: Sequence[Member]) -> list[Load]:
 def divide(blocks: int, holders: Sequence[Member], others: Iterable[PeerId], me: PeerId) -> int:
     """Our block, where `others` choose as well: the outcome that everybody finds who sees the same.
 
-    Alone it is the block with the least throughput; then the fewest replicas; then one that depends on who asks, so that a crowd that does not
-    see each other spreads, too.
+    Alone it is the block with the least throughput; then the fewest replicas; then one that depends on who asks, so that a crowd that does
+    not see each other spreads, too.
 
     Places are dealt out one by one to the neediest block, one for each chooser, each counted with the usual speed. Several blocks may be
     in equal need of the last ones: then who gets which is left open until here. Of all (chooser, block) pairs, in the order of a hash, each
