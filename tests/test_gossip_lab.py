@@ -23,7 +23,7 @@ def alone() -> float:
     return lab(2).run().published
 
 
-@pytest.mark.parametrize("attack", ["nan", "million", "sign of the change", "random"])
+@pytest.mark.parametrize("attack", ["nan", "million", "sign", "sign of the change", "random"])
 def test_two_honest_replicas_learn_beside_an_attacker(attack: str, alone: float) -> None:
     end = lab(3, attack=attack).run()
     assert end.refused > 0

@@ -63,6 +63,14 @@ def test_an_own_round_moves_the_anchor_and_leaves_the_velocity(name: str) -> Non
     assert torch.equal(after.velocity_P, momentum.velocity_P)
 
 
+def test_lo_fi_is_a_schedule_of_one_long_round() -> None:
+    """The learning rate goes the same way over the same steps, and the first round's end is the end of training."""
+    many = dataclasses.replace(manifest().schedule, steps_per_round=4, warmup_rounds=0, planned_rounds=50)
+    one = dataclasses.replace(many, steps_per_round=200, planned_rounds=1)
+    for step in range(0, 260, 10):
+        assert one.rate(step / one.steps_per_round) == pytest.approx(many.rate(step / many.steps_per_round))
+
+
 # ---- in a replica -------------------------------------------------------------------------------------------------------------------
 
 
