@@ -182,7 +182,7 @@ def _swap(a: Side, b: Side) -> None:
     way_s = network.way_s(one, two)
     for side in (a, b):
         network.hosts[side.node.number].flows += 1
-        side.node.traffic.messages += world.exchange_frames
+        side.node.traffic.messages += world.exchange_frames + 1  # and the seal
         side.node.traffic.sent_bytes += size
     world.queue.at(world.queue.now + max(to_a, to_b), None, _flowed, network.hosts[one], network.hosts[two])
     a.node.later(max(way_s + to_a, to_b), _swapped, a)
@@ -220,9 +220,8 @@ def _settle(side: Side) -> None:
         return  # it ended while the new state was told to the core
     side.stage = "telling"
     node.later(OUTCOME_TIMEOUT_S, _no_outcome, side)
-    if side.exchange.ours:
-        _send_outcome(side)
-    elif side.heard is not None:
+    _send_outcome(side)
+    if side.heard is not None:
         _conclude(side)
 
 
@@ -258,10 +257,8 @@ def _hear(side: Side, outcome: Outcome) -> None:
 
 
 def _conclude(side: Side) -> None:
-    """Our outcome stands and theirs is heard: the end, on this side. The responder answers first."""
+    """Our outcome is told and theirs is heard: the end, on this side."""
     assert side.heard is not None
-    if not side.exchange.ours:
-        _send_outcome(side)
     _end(side, side.refusal or side.exchange.heard(side.heard))
 
 
