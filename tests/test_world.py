@@ -50,6 +50,7 @@ PLANTED = {
     "order": (compute, "adopted_round", lambda trial, published: published - 2),
     "verified": (acceptance, "judge", lambda measures, margin: None),
     "coverage": (Members, "missing", lambda self, now, own: ()),
+    "kept": (compute, "adopted_round", lambda trial, published: max(0, published - 20)),
     "views": (Core, "_buckets_to_read", lambda self, block, now: (1,)),
     "consensus": (pairing, "candidates", lambda topology, me, others, turn, rng: []),
     "waits": (Core, "_ended", _forgets_its_exchange),

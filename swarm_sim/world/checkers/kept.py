@@ -36,5 +36,5 @@ class Kept(Checker):
     def finish(self) -> None:
         for block, newest in self.newest.items():
             left = [node.round for node in self.world.holders(block) if not node.liar]
-            if not left or max(left) < newest:
-                self.object(f"block {block} had come to round {newest}, and in the end it has round {max(left, default=0)}")
+            if left and max(left) < newest:  # that nobody holds it is another checker's
+                self.object(f"block {block} had come to round {newest}, and in the end it has round {max(left)}")
