@@ -86,19 +86,20 @@ class _Ban:
 class _Peer:
     """All that is kept of one peer. Lives on exactly one shelf: friends or strangers of a block, or the faded."""
 
-    __slots__ = ("expires_at", "failing", "friend", "offending", "place", "rtt_s", "seen", "shelf", "used_at", "why")
+    __slots__ = ("__dict__", "expires_at", "seen", "shelf")
 
-    def __init__(self, place: int, shelf: dict[PeerId, _Peer], seen: Seen | None = None) -> None:
-        self.place = place
+    # What is known of those alone whom we met. Until then it is the class's, so that the many strangers cost little.
+    friend: bool = False
+    rtt_s: float | None = None
+    used_at: float = 0.0
+    failing: _Ban | None = None
+    offending: _Ban | None = None
+    why: str = ""
+
+    def __init__(self, shelf: dict[PeerId, _Peer], seen: Seen | None, expires_at: float) -> None:
         self.shelf = shelf
         self.seen = seen
-        self.expires_at = 0.0 if seen is None else seen.expires_at  # of its record
-        self.friend = False
-        self.rtt_s: float | None = None
-        self.used_at = 0.0
-        self.failing: _Ban | None = None
-        self.offending: _Ban | None = None
-        self.why = ""
+        self.expires_at = expires_at  # of its record
 
     def avoided_s(self, now: float) -> float:
         until = max(self.failing.until if self.failing else 0.0, self.offending.until if self.offending else 0.0)
@@ -218,7 +219,7 @@ class Members:
                             last = name
                             continue
                     elif name not in peers and name != self.me and len(peers) < limits.MAX_MEMBERS:
-                        peers[name] = strangers[name] = _Peer(place_of(name), strangers, seen)
+                        peers[name] = strangers[name] = _Peer(strangers, seen, expires_at)
                         last = name
                         continue
                 self.observe(seen, now)
@@ -365,7 +366,7 @@ class Members:
         else:
             changed = 8 * abs(known - then) > then
         if moving or changed or not 0 <= now - at < (RECOUNT_S if unread else limits.TTL_S):
-            others = [peer.place for peer in self._living(block, now)]
+            others = [place_of(peer.seen.peer) for peer in self._living(block, now) if peer.seen is not None]
             new = next_level(level, place_of(self.me), others)
             self._levels[block] = new, len(self._friends[block]) + len(self._strangers[block]), now, new != level
             return new
@@ -430,7 +431,7 @@ class Members:
         """A new entry, at the end of the faded until it is shelved. None if only living friends could make room for it."""
         if len(self._peers) >= limits.MAX_MEMBERS and not self._evict():
             return None
-        known = _Peer(place_of(peer), self._faded)
+        known = _Peer(self._faded, None, 0.0)
         self._peers[peer] = self._faded[peer] = known
         return known
 
