@@ -6,7 +6,9 @@ signatures left out at their port. With --brief five virtual minutes are run, an
 **scale.** For each size, in a quiet swarm that has settled: messages a node sends in a round (a DHT look-up or store counts as one), the
 hops of its look-ups as modelled, bytes; the time until eight replicas list a newcomer and until it has averaged; the time until nobody
 lists one that lost power; the rounds until averaging takes nine tenths of a planted distance away; and the processor seconds and the memory
-that all this took. 10,000 nodes are given 100 virtual seconds to settle instead of 150, and are counted for one round instead of two.
+that all this took. 10, 100 and 1,000 nodes start within 30 virtual seconds, are left alone up to 150 and counted for two rounds.
+
+**large.** The same for 10,000 nodes, which start within two minutes, are left alone up to 210 seconds, and are counted for one round.
 
 **dht.** hivemind's DHT with 4, 8 and 20 real nodes in this process: requests of a look-up, and how many of them had to wait for one
 another, against the model's hops.
@@ -23,6 +25,7 @@ import asyncio
 import resource
 import statistics
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -35,7 +38,8 @@ from blocktrain.swarm_sim.world.tables import REAL, SIZES
 HOUR_S: Final = 3600.0
 BRIEF_S: Final = 300.0
 LARGE: Final = 10_000
-LARGE_SETTLED_S: Final = 100.0  # its keys' tree is found by then: six levels, a level a read, after half a minute of starts
+LARGE_JOIN_S: Final = 120.0  # 83 starts a second
+LARGE_SETTLED_S: Final = 210.0
 SEEDS: Final = 200
 
 _EACH: Final = (
@@ -55,7 +59,8 @@ def _name(regime: str) -> str:
 
 KEYS: Final = {
     "hour": ("virtual_hour_1000_nodes_s", "virtual_s_run"),
-    "scale": (*(f"{key}_{size}" for key in (*_EACH, *_PROBED, "world_cpu_s") for size in SIZES), "world_peak_mb"),
+    "scale": tuple(f"{key}_{size}" for size in SIZES if size < LARGE for key in (*_EACH, *_PROBED, "world_cpu_s")),
+    "large": (*(f"{key}_{LARGE}" for key in (*_EACH, *_PROBED, "world_cpu_s")), "world_peak_mb"),
     "dht": tuple(f"{key}_{size}" for key in ("real_dht_requests", "real_dht_depth", "model_dht_hops") for size in REAL),
     "learning": tuple(f"{key}_{_name(regime)}" for key in _LEARNED for regime in REGIMES),
     "seeds": ("seeds_run", "seeds_failed", "seeds_s"),
@@ -71,6 +76,7 @@ def _run(session: Session, *, plots: Path | None) -> None:
     session.measure("seeds", lambda: _seeds(session))
     session.measure("hour", lambda: _hour(session))
     session.measure("scale", lambda: _scale(session))
+    session.measure("large", lambda: _large(session))
     session.measure("dht", lambda: _dht(session))
     session.measure("learning", lambda: _learning(session))
     if plots is not None:
@@ -91,18 +97,29 @@ def _hour(session: Session) -> Numbers:
 def _scale(session: Session) -> Numbers:
     numbers: dict[str, object] = {}
     for size in SIZES:
-        session.say(f"{size} nodes")
-        began, large = time.process_time(), size == LARGE
-        probes = not (session.brief and large)
-        settled_s = LARGE_SETTLED_S if large else scale.SETTLED_S
-        grown = scale.grow(size, 0, probes=probes, settled_s=settled_s, window_s=scale.ROUND_S if large else scale.WINDOW_S)
-        values = (grown.messages, grown.lookups, grown.hops, grown.sent_bytes, grown.records_read)
-        numbers |= {f"{key}_{size}": round(value, 2) for key, value in zip(_EACH, values, strict=True)}
-        probed = (grown.seen_s, grown.met_s, grown.forgotten_s, grown.mixing_rounds)
-        numbers |= {f"{key}_{size}": None if value is None else round(value, 1) for key, value in zip(_PROBED, probed, strict=True)}
-        numbers[f"world_cpu_s_{size}"] = round(time.process_time() - began, 1)
-    numbers["world_peak_mb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        if size < LARGE:
+            session.say(f"{size} nodes")
+            numbers |= _grown(size, lambda size=size: scale.grow(size, 0))  # type: ignore[misc]
     return numbers
+
+
+def _large(session: Session) -> Numbers:
+    session.say(f"{LARGE} nodes")
+    timing = scale.Timing(LARGE_JOIN_S, LARGE_SETTLED_S, scale.ROUND_S)
+    numbers = _grown(LARGE, lambda: scale.grow(LARGE, 0, probes=not session.brief, timing=timing))
+    return {**numbers, "world_peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)}
+
+
+def _grown(size: int, measure: Callable[[], scale.Growth]) -> dict[str, object]:
+    began = time.process_time()
+    grown = measure()
+    values = (grown.messages, grown.lookups, grown.hops, grown.sent_bytes, grown.records_read)
+    probed = (grown.seen_s, grown.met_s, grown.forgotten_s, grown.mixing_rounds)
+    return {
+        **{f"{key}_{size}": round(value, 2) for key, value in zip(_EACH, values, strict=True)},
+        **{f"{key}_{size}": None if value is None else round(value, 1) for key, value in zip(_PROBED, probed, strict=True)},
+        f"world_cpu_s_{size}": round(time.process_time() - began, 1),
+    }
 
 
 def _dht(session: Session) -> Numbers:

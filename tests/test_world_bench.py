@@ -11,26 +11,28 @@ from blocktrain.swarm_sim.app import BenchOptions
 from blocktrain.swarm_sim.world import scale, tables
 from blocktrain.swarm_sim.world.scenarios import REGIMES
 
+SHORT = scale.Timing(join_s=20.0, settled_s=60.0)
+
 
 def test_growth_and_seeds_give_every_key_of_the_sizes_that_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_world, "SIZES", (10, 40))
     numbers = benches.run(bench_world.bench(), BenchOptions(parts=("scale", "seeds"), seeds=3))
-    keys = [key for key in bench_world.KEYS["scale"] if key.endswith(("_10", "_mb"))]
-    assert len(keys) == 11
+    keys = [key for key in bench_world.KEYS["scale"] if key.endswith("_10")]
+    assert len(keys) == 10
     assert all(isinstance(numbers[key], int | float) for key in keys)
     assert numbers["messages_per_node_round_40"] is not None
     assert (numbers["seeds_run"], numbers["seeds_failed"], numbers["failed"]) == (3, 0, [])
 
 
 def test_look_ups_are_messages_and_their_hops_are_counted_apart() -> None:
-    grown = scale.grow(10, 0, probes=False, settled_s=90.0)
+    grown = scale.grow(10, 0, probes=False, timing=SHORT)
     assert 0 < grown.lookups < grown.messages
     assert grown.hops >= grown.lookups
     assert grown.seen_s is None
 
 
 def test_two_runs_of_a_quiet_swarm_cost_the_same_messages() -> None:
-    assert scale.grow(16, 3, settled_s=60.0) == scale.grow(16, 3, settled_s=60.0)
+    assert scale.grow(16, 3, timing=SHORT) == scale.grow(16, 3, timing=SHORT)
 
 
 def full() -> dict[str, object]:

@@ -24,14 +24,23 @@ from blocktrain.swarm_sim.world.world import World
 BLOCKS: Final = 4  # as in the paper's asynchrony experiments
 ROUND_S: Final = 30.0
 REFRESH_S: Final = limits.REFRESH_S
-JOIN_S: Final = 30.0  # over which everybody starts
-SETTLED_S: Final = 150.0  # when counting begins: every level of the keys' tree has been found by then
-WINDOW_S: Final = 60.0  # of counting
 LISTED_BY: Final = 8  # replicas that must list a newcomer
 WATCHED: Final = 40  # who knew a dead node
 KICK: Final = 6.0  # by which replicas are pushed apart
 STEP_S: Final = 1.0
 PROBE_S: Final = 240.0  # after which a probe is given up
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When what happens, in virtual seconds."""
+
+    join_s: float = 30.0  # over which everybody starts
+    settled_s: float = 150.0  # when counting begins: every level of the keys' tree has been found by then
+    window_s: float = 60.0  # of counting
+
+
+TIMING: Final = Timing()
 
 
 @dataclass(frozen=True)
@@ -62,14 +71,14 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def quiet(nodes: int, blocks: int, seconds: float, seed: int, *, extra: int = 0) -> World:
+def quiet(nodes: int, blocks: int, seconds: float, seed: int, *, extra: int = 0, join_s: float = TIMING.join_s) -> World:
     """Ordinary homes that all stay; `extra` nodes are there but not started."""
     rng = Random(f"{seed} quiet {nodes}")
     people = [
         Person(number % blocks, rng.uniform(0.95, 1.05), rng.uniform(2e6, 2.5e7), rng.uniform(5e6, 5e7), skew_s=rng.uniform(-0.3, 0.3))
         for number in range(nodes + extra)
     ]
-    events = [Event(0.0, "start", (0,)), *(Event(rng.uniform(0.5, JOIN_S), "start", (number,)) for number in range(1, nodes))]
+    events = [Event(0.0, "start", (0,)), *(Event(rng.uniform(0.5, join_s), "start", (number,)) for number in range(1, nodes))]
     plan = Plan(tuple(people), tuple(events), blocks, seconds, seconds, round_s=ROUND_S, refresh_s=REFRESH_S)
     return World(plan, seed)
 
@@ -82,15 +91,17 @@ def virtual_time(nodes: int, blocks: int, seconds: float, seed: int) -> float:
         return time.process_time() - began
 
 
-def grow(nodes: int, seed: int, *, probes: bool = True, settled_s: float = SETTLED_S, window_s: float = WINDOW_S) -> Growth:
+def grow(nodes: int, seed: int, *, probes: bool = True, timing: Timing = TIMING) -> Growth:
     """Measure one size."""
     blocks = min(BLOCKS, max(1, nodes // 3))
     with without_collector():
-        world = quiet(nodes, blocks, settled_s + window_s + 4 * PROBE_S, seed, extra=1)
-        world.run(settled_s)
+        counted_s = timing.settled_s + timing.window_s
+        world = quiet(nodes, blocks, counted_s + 4 * PROBE_S, seed, extra=1, join_s=timing.join_s)
+        world.run(timing.settled_s)
         before = _sums(world)
-        world.run(settled_s + window_s)
-        messages, lookups, hops, sent, read = ((b - a) / nodes / (window_s / ROUND_S) for a, b in zip(before, _sums(world), strict=True))
+        world.run(counted_s)
+        rounds = timing.window_s / ROUND_S
+        messages, lookups, hops, sent, read = ((b - a) / nodes / rounds for a, b in zip(before, _sums(world), strict=True))
         seen_s = met_s = forgotten_s = mixing = None
         if probes:
             seen_s, met_s = _newcomer(world, world.nodes[nodes])
