@@ -140,22 +140,26 @@ def _blocks(session: Session, wanted: Plan, model: Trained) -> None:
     base = model.manifest.blocks == BASE_BLOCKS
     if base:
         session.measure("quality", lambda: _quality(session, model))
-    if not session.wants("speed", *(("clients", "hop", "context", "share") if base else ())):
-        return
     with Emulator() as emulator, Children(session.folder) as children:
-        swarm = SweepSwarm(children, emulator, model)
-        swarm.start()
-        if session.wants("speed"):
-            for rtt_ms in wanted.rtts_ms:
-                session.say(f"{model.manifest.blocks} blocks, round trips of {rtt_ms} ms")
-                swarm.network(rtt_ms / 1000)
-                session.numbers.update(_speed(session, swarm, rtt_ms))
-        if base and session.wants("clients"):
-            swarm.network(BASE_MS / 1000)
-            session.measure("clients", lambda: _clients(swarm, BRIEF_CLIENT_TEXTS if session.brief else CLIENT_TEXTS))
-        swarm.stop()
+        if session.wants("speed") or (base and session.wants("clients")):
+            _with_network(session, SweepSwarm(children, emulator, model), wanted.rtts_ms)
         if base and session.wants("hop", "context", "share"):
             _without_network(session, SweepSwarm(children, None, model), wanted.plot)
+
+
+def _with_network(session: Session, swarm: SweepSwarm, rtts_ms: Sequence[int]) -> None:
+    """The parts that are about the network."""
+    blocks = swarm.model.manifest.blocks
+    swarm.start()
+    if session.wants("speed"):
+        for rtt_ms in rtts_ms:
+            session.say(f"{blocks} blocks, round trips of {rtt_ms} ms")
+            swarm.network(rtt_ms / 1000)
+            session.numbers.update(_speed(session, swarm, rtt_ms))
+    if blocks == BASE_BLOCKS and session.wants("clients"):
+        swarm.network(BASE_MS / 1000)
+        session.measure("clients", lambda: _clients(swarm, BRIEF_CLIENT_TEXTS if session.brief else CLIENT_TEXTS))
+    swarm.stop()
 
 
 def _without_network(session: Session, swarm: SweepSwarm, plot: Path | None) -> None:
