@@ -24,6 +24,7 @@ from blocktrain.protocol import errors
 from blocktrain.swarm_sim import sweep_tables
 from blocktrain.swarm_sim.app import simulator
 from blocktrain.swarm_sim.lab import report
+from blocktrain.swarm_sim.world import tables as world_tables
 
 DOCS = Path(__file__).resolve().parent
 PART = re.compile(r"(<!-- generated: (?P<name>[^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -82,7 +83,8 @@ def recipes() -> str:
 def measured(path: Path) -> str:
     """The tables of one run of a bench, from its JSON file."""
     numbers = json.loads(path.read_text(encoding="utf-8"))
-    return {"quality": report.quality, "ideas": report.ideas, "sweep": sweep_tables.tables}[numbers["bench"]](numbers)
+    writers = {"quality": report.quality, "ideas": report.ideas, "sweep": sweep_tables.tables, "world": world_tables.tables}
+    return writers[numbers["bench"]](numbers)
 
 
 def parts() -> dict[str, Callable[[], str]]:
