@@ -29,6 +29,10 @@ class Stream(Protocol):
         """Round trip of the hellos; None where we were asked, and before the first `receive`."""
         ...
 
+    def pace(self, ahead_bytes: int) -> None:
+        """Let at most about so much wait on our side to be sent before `send` waits."""
+        ...
+
     async def send(self, message: Message, body: Buffer = b"", *, timeout_s: float) -> None:
         """Write one frame. Raises: NetworkFault."""
         ...
@@ -143,8 +147,8 @@ class Swap(Protocol):
         """Bytes of either encoded snapshot."""
         ...
 
-    async def give(self) -> memoryview:
-        """The next bytes of our encoded snapshot, about a chunk; none after the last."""
+    async def give(self, most_bytes: int) -> memoryview:
+        """The next bytes of our encoded snapshot, so many where its pieces are not larger; none after the last."""
         ...
 
     @property

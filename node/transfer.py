@@ -22,6 +22,8 @@ from blocktrain.protocol.ids import Digest
 from blocktrain.protocol.messages import Chunk, End, Outcome, Seal
 
 READY_CHUNKS: Final = 4  # encoded ahead of the lanes
+LANE_CHUNK_BYTES: Final = 128 * 1024  # where several share: what is on its way on one when the others have nothing left is waited for
+LANE_AHEAD_BYTES: Final = 64 * 1024  # and so is what waits to be sent on one
 WAITING_BYTES: Final = 8 * 1024 * 1024  # of theirs, in order and not merged yet; above it we read no more
 
 
@@ -118,13 +120,16 @@ class Transfer:
 
     async def _encode(self) -> None:
         offset = 0
-        while data := await self._swap.give():
+        most_bytes = limits.CHUNK_BYTES if self._streams == 1 else LANE_CHUNK_BYTES
+        while data := await self._swap.give(most_bytes):
             await self._ready.put((offset, data))
             offset += len(data)
         await self._ready.put(None)
 
     async def _send(self, lane: Stream, *, last: bool = False) -> None:
         """Until nothing is left to send; `last`: say what it was."""
+        if self._streams > 1:
+            lane.pace(LANE_AHEAD_BYTES)
         while (ready := await self._ready.get()) is not None:
             if self.began_at is None:
                 self.began_at = time.monotonic()

@@ -90,6 +90,10 @@ class PeerStream:
     def peer(self) -> PeerId:
         return self._peer
 
+    def pace(self, ahead_bytes: int) -> None:
+        """Let at most about so much wait on our side to be sent before `send` waits."""
+        self._writer.transport.set_write_buffer_limits(high=ahead_bytes)
+
     async def send(self, message: Message, body: Buffer = b"", *, timeout_s: float) -> None:
         """Write one frame. `body` must not change until the stream is closed. Raises: NetworkFault."""
         view = memoryview(body).cast("B")

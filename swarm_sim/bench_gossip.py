@@ -32,9 +32,10 @@ SIZES: Final = {"1m": (128, 5), "10m": (384, 6), "50m": (1024, 4)}  # width and 
 PAIRS: Final = {"1m": 9, "10m": 9, "50m": 5}
 BRIEF_PAIRS: Final = 3
 MATCH_S: Final = 15.0
+PHASES: Final = ("agree", "transfer", "settle")  # of an exchange, at the offerer: to its first chunk, to "verified", to the end
 RIVAL_CODECS: Final = {"fp32": None, "fp16": "fp16"}
 COMPARED: Final = ("parameters", "speedup", "speedup_low", "speedup_high", "speedup_fp16", "cpu_ratio", "ours_s", "ours_cpu_s", "theirs_s",
-                   "theirs_cpu_s", "ours_bytes", "matchmaking_s")  # fmt: skip
+                   "theirs_cpu_s", "ours_bytes", "matchmaking_s", *(f"ours_{phase}_s" for phase in PHASES))  # fmt: skip
 ATTACKED: Final = ("nan", "million", "sign", "sign_of_the_change", "random")
 KEYS: Final = {
     "loopback": tuple(f"loopback_{size}_{what}" for size in SIZES for what in (*COMPARED, "ours_heldout_s")),
@@ -130,6 +131,9 @@ def _compare(session: Session, name: str, ours: Ours, theirs: Theirs, *, codec: 
             sample = steps[side]()
             if pair >= 0:
                 samples[side].append(sample)
+        if pair < 0:
+            ours.link_shares.clear()
+            ours.phases.clear()
     columns = {side: Column.of(taken) for side, taken in samples.items()}
     mine, plain, half = columns["ours"], columns["fp32"], columns["fp16"]
     session.say(
@@ -146,6 +150,7 @@ def _compare(session: Session, name: str, ours: Ours, theirs: Theirs, *, codec: 
         f"{name}_cpu_ratio": plain.cpu_s / mine.cpu_s,
         f"{name}_ours_s": mine.wall_s,
         f"{name}_ours_cpu_s": mine.cpu_s,
+        **{f"{name}_ours_{phase}_s": statistics.median(took) for phase, took in zip(PHASES, zip(*ours.phases, strict=True), strict=True)},
         f"{name}_ours_bytes": ours.bytes_sent,
         f"{name}_ours_peak_mib": ours.peak_mib(),
         f"{name}_theirs_s": plain.wall_s,

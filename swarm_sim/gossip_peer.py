@@ -151,7 +151,8 @@ class Peer:
             "began": began,
             "ended": end,
             "cpu_s": time.process_time() - cpu,
-            "transfer_s": timing.verified_at - timing.first_chunk_at,
+            "first_chunk_at": timing.first_chunk_at,
+            "verified_at": timing.verified_at,
             "bytes": timing.payload_bytes,
             "lanes": timing.lanes,
         }

@@ -148,6 +148,9 @@ class Ours:
     lanes: int = 0
     names: list[str] = field(default_factory=list)
     link_shares: list[float] = field(default_factory=list)
+    phases: list[tuple[float, float, float]] = field(
+        default_factory=list
+    )  # s of each exchange: to our first chunk, to "verified", to the end
 
     def build(self, *, heldout: bool) -> None:
         for index, peer in enumerate(self.peers):
@@ -174,8 +177,10 @@ class Ours:
                 ends += [mine["ended"], took["ended"]]
                 self.bytes_sent += mine["bytes"]
                 self.lanes = mine["lanes"]
+                begin, first, verified = mine["began"], mine["first_chunk_at"], mine["verified_at"]
+                self.phases.append((first - begin, verified - first, ends[-2] - verified))
                 if self.rate_bytes_per_s:
-                    self.link_shares.append(mine["bytes"] / (mine["transfer_s"] * self.rate_bytes_per_s))
+                    self.link_shares.append(mine["bytes"] / ((verified - first) * self.rate_bytes_per_s))
             wall_s += max(ends) - min(begins)
         return Sample(wall_s, sum(peer.cpu_s() for peer in self.peers) - cpu)
 

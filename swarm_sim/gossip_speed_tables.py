@@ -14,6 +14,7 @@ COMPARISONS: Final = {
     "wan_10m": "100 Mbit/s, 40 ms, int8",
     "wan_50m": "100 Mbit/s, 40 ms, int8",
 }
+LINK_BYTES_PER_S: Final = 100e6 / 8  # of the emulated link (gossip_link.py, which only Linux can import)
 _GOALS: Final = (
     ("10M on loopback, times as fast as hivemind's averager", "loopback_10m_speedup", "≥ 2.5"),
     ("the same, times less CPU", "loopback_10m_cpu_ratio", "≥ 2.5"),
@@ -40,12 +41,23 @@ def tables(numbers: Numbers) -> str:
     if rows:
         out += "\n" + _table(heading, rows)
     links = [
-        (f"{numbers[f'{key}_parameters'] / 1e6:.0f}M", numbers[f"{key}_link_share"], numbers[f"{key}_lanes"])
+        (
+            f"{numbers[f'{key}_parameters'] / 1e6:.1f}M",
+            numbers[f"{key}_ours_bytes"] / LINK_BYTES_PER_S,
+            *(numbers[f"{key}_ours_{phase}_s"] for phase in ("agree", "transfer", "settle")),
+            numbers[f"{key}_link_share"],
+            numbers[f"{key}_lanes"],
+            4 * numbers[f"{key}_parameters"] / LINK_BYTES_PER_S,
+        )
         for key in ("wan_10m", "wan_50m")
-        if numbers.get(f"{key}_link_share") is not None
+        if numbers.get(f"{key}_ours_transfer_s") is not None
     ]
     if links:
-        out += "\n" + _table(("Over the link", "share of it, one direction", "streams"), links)
+        heading = (
+            "Over the link", "payload at its rate: s", "ours: to the first chunk", "to the verified digest", "to the end",
+            "share of the link", "streams", "hivemind's payload at its rate: s",
+        )  # fmt: skip
+        out += "\n" + _table(heading, links)
     return out
 
 

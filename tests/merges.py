@@ -11,6 +11,7 @@ from blocktrain.node.compute.codecs import codec_of
 from blocktrain.node.compute.replica import Swap, TorchReplica
 from blocktrain.node.compute.swap import Halves
 from blocktrain.node.ports import Buffer, Terms, Trial
+from blocktrain.protocol import limits
 from blocktrain.protocol.ids import Digest, PeerId
 
 
@@ -48,7 +49,7 @@ async def snapshot_of(replica: TorchReplica, codec: str, reference: bytes = b"")
     swap = await replica.begin(codec, reference)
     live = swap.halves.ours.clone()
     parts = []
-    while part := await swap.give():
+    while part := await swap.give(limits.CHUNK_BYTES):
         parts.append(part)
     base = replica._reference(codec, reference)
     published = swap.halves._published

@@ -37,6 +37,7 @@ CHUNK = 4096
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a small block has many."""
     monkeypatch.setattr(limits, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(transfer, "LANE_CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(flat, "PIECE", CHUNK // 4)
 
 
@@ -113,7 +114,8 @@ class Bytes:
         assert self._given >= len(self.ours)
         return flat.digest(self.ours)
 
-    async def give(self) -> memoryview:
+    async def give(self, most_bytes: int) -> memoryview:
+        assert most_bytes >= CHUNK
         self._given += CHUNK
         return memoryview(self.ours)[self._given - CHUNK : self._given]
 
@@ -151,6 +153,9 @@ class Line:
         return message, memoryview(body)
 
     async def close(self) -> None:
+        pass
+
+    def pace(self, ahead_bytes: int) -> None:
         pass
 
 

@@ -26,7 +26,7 @@ from blocktrain.node.compute.device import Mover, Parcel, choose
 from blocktrain.node.compute.gauge import Gauge
 from blocktrain.node.compute.outer import Momentum
 from blocktrain.node.compute.swap import NOT_FINITE, Halves
-from blocktrain.node.compute.thread import TrainingThread
+from blocktrain.node.compute.thread import NICENESS, TrainingThread, yield_to_others
 from blocktrain.node.compute.trainer import Batches, Frozen, Tensors, Trainer, TrainingFailed, one_line
 from blocktrain.node.ports import Buffer, Progress, Published, Terms, Trial
 from blocktrain.protocol.acceptance import Measures, judge_state
@@ -38,6 +38,7 @@ from blocktrain.protocol.manifest import Manifest
 T = TypeVar("T")
 HELDOUT_TOKENS: Final = 512  # of the check on every merge: both sides of it are measured on the same tokens, so that few suffice
 STOP_TIMEOUT_S: Final = 20.0  # for the step in hand
+WORKER_NICENESS: Final = NICENESS + 5  # an exchange can wait where no core is to spare; training is what it is for
 MAX_REFERENCES: Final = 4  # merges kept for sparse snapshots, a state each; the newest is the published one, as a rule
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class TorchReplica:
         self._momentum = outer.begin(manifest.averaging.outer, initial)  # replaced as `_state` is
         self._generation = 0  # counts loads: what was computed before one must not be added after it
         self._steps_at_start = self._tokens_at_start = 0
-        self._worker = ThreadPoolExecutor(1, "blocktrain-compute")
+        self._worker = ThreadPoolExecutor(1, "blocktrain-compute", yield_to_others, (WORKER_NICENESS,))
         self._thread = TrainingThread(self._trainer)
 
     # ---- before it starts -------------------------------------------------------------------------------------------------------
@@ -380,8 +381,8 @@ class Swap:
     def digest(self) -> Digest:
         return self.halves.digest
 
-    async def give(self) -> memoryview:
-        return await self._replica.work(self.halves.give)
+    async def give(self, most_bytes: int) -> memoryview:
+        return await self._replica.work(lambda: self.halves.give(most_bytes))
 
     def meet(self, terms: Terms, *, mine_first: bool) -> None:
         self._terms = terms

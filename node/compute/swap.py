@@ -20,7 +20,6 @@ from blocktrain.node.compute.codecs import Codec
 from blocktrain.node.compute.merging import Combined, Merging
 from blocktrain.node.compute.trainer import TrainingFailed
 from blocktrain.node.ports import Buffer
-from blocktrain.protocol import limits
 from blocktrain.protocol.errors import PeerFault
 from blocktrain.protocol.ids import Digest
 
@@ -55,13 +54,13 @@ class Halves:
 
     # ---- ours -------------------------------------------------------------------------------------------------------------------
 
-    def give(self) -> memoryview:
-        """The next bytes of our encoded snapshot: some pieces, about a chunk; nothing after the last.
+    def give(self, most_bytes: int) -> memoryview:
+        """The next bytes of our encoded snapshot: pieces of so many bytes together, one at least; nothing after the last.
 
         Raises: TrainingFailed: our own parameters are not numbers any more, so that nobody may get them.
         """
         one = self._coder.encoded_bytes(min(flat.PIECE, self.ours.numel()))
-        most = max(1, limits.CHUNK_BYTES // one)
+        most = max(1, most_bytes // one)
         parts = [self._unsent.popleft() for _ in range(min(len(self._unsent), most))]
         while len(parts) < most and self._encoded < len(self._pieces):
             parts.append(self._encode())

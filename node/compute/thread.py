@@ -91,7 +91,7 @@ class TrainingThread:
         return (after - before) / seconds if after > before and seconds > 0 else 0.0
 
     def _run(self) -> None:
-        _yield_to_others()
+        yield_to_others(NICENESS)
         try:
             while not self._stopping:
                 self._do_jobs()
@@ -132,9 +132,9 @@ class TrainingThread:
                 return
 
 
-def _yield_to_others() -> None:
-    """Let the threads that answer peers come first on a busy machine: on Linux a thread has a priority of its own."""
+def yield_to_others(niceness: int) -> None:
+    """Let the threads that answer peers come first on a busy machine: on Linux a thread, the calling one, has a priority of its own."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
