@@ -21,7 +21,7 @@ from blocktrain.node import recipe_file
 from blocktrain.node.commands.app import blocktrain
 from blocktrain.node.status import PeerStatus, Status
 from blocktrain.protocol import errors
-from blocktrain.swarm_sim import sweep_tables
+from blocktrain.swarm_sim import gossip_speed_tables, sweep_tables
 from blocktrain.swarm_sim.app import simulator
 from blocktrain.swarm_sim.lab import report
 from blocktrain.swarm_sim.world import tables as world_tables
@@ -83,7 +83,13 @@ def recipes() -> str:
 def measured(path: Path) -> str:
     """The tables of one run of a bench, from its JSON file."""
     numbers = json.loads(path.read_text(encoding="utf-8"))
-    writers = {"quality": report.quality, "ideas": report.ideas, "sweep": sweep_tables.tables, "world": world_tables.tables}
+    writers = {
+        "quality": report.quality,
+        "ideas": report.ideas,
+        "gossip": gossip_speed_tables.tables,
+        "sweep": sweep_tables.tables,
+        "world": world_tables.tables,
+    }
     return writers[numbers["bench"]](numbers)
 
 
