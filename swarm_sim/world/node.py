@@ -70,6 +70,7 @@ class Node:
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.up = False
         self.up_since = 0.0
+        self.thawed_at = 0.0
         self.ever_up = False
         self.traffic = Traffic()
         self.talks: dict[bytes, talk.Side] = {}
@@ -136,6 +137,7 @@ class Node:
     def thaw(self) -> None:
         if self.up and self.frozen:
             self.frozen = False
+            self.thawed_at = self.world.queue.now
             waiting, self.backlog = self.backlog, []
             for call, args in waiting:
                 self.later(0.0, call, *args)

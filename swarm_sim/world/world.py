@@ -240,7 +240,8 @@ class World:
     # ---- what is true -----------------------------------------------------------------------------------------------------------
 
     def alive(self) -> list[Node]:
-        return [node for node in self.nodes if node.up and not node.frozen]
+        """Who is up and moves. Who thaws at this very moment has not yet heard what came meanwhile."""
+        return [node for node in self.nodes if node.up and not node.frozen and node.thawed_at < self.queue.now]
 
     def holders(self, block: int) -> list[Node]:
         """Who truly holds a block now: up, past joining, and seen by the others in principle."""
