@@ -21,7 +21,7 @@ from blocktrain.node import recipe_file
 from blocktrain.node.commands.app import blocktrain
 from blocktrain.node.status import PeerStatus, Status
 from blocktrain.protocol import errors
-from blocktrain.swarm_sim import gossip_speed_tables, sweep_tables
+from blocktrain.swarm_sim import gossip_speed_tables, gossip_tables, sweep_tables
 from blocktrain.swarm_sim.app import simulator
 from blocktrain.swarm_sim.lab import report
 from blocktrain.swarm_sim.world import tables as world_tables
@@ -86,7 +86,7 @@ def measured(path: Path) -> str:
     writers = {
         "quality": report.quality,
         "ideas": report.ideas,
-        "gossip": gossip_speed_tables.tables,
+        "gossip": lambda numbers: gossip_tables.tables(numbers) or gossip_speed_tables.tables(numbers),
         "sweep": sweep_tables.tables,
         "world": world_tables.tables,
     }
