@@ -19,7 +19,7 @@ traversal's seconds the usual ones of the two hops at rest are taken off. `hop_o
 machine's cores.
 
 **context.** Milliseconds of computing for one token over its place in the context, holders at rest: with a cache it is flat.
-`context_cost_ratio` is the last eighth ÷ the second.
+`context_cost_ratio` is the last eighth that texts reach ÷ the second.
 
 **quality.** The judge's nats per byte of 64 bytes after held-out prompts of 32 bytes at temperature 1, for every way, and of the true
 text. The judge is a stack as deep as three blocks, trained end to end for as many steps.
@@ -47,7 +47,7 @@ from blocktrain.swarm_sim import sweep_tables
 from blocktrain.swarm_sim.benches import Bench, Numbers, Session
 from blocktrain.swarm_sim.delay import Emulator
 from blocktrain.swarm_sim.processes import Children
-from blocktrain.swarm_sim.sweep_measures import CLIENTS, DRAFT, SPECULATION, WAYS, YARDSTICK, Way, with_client
+from blocktrain.swarm_sim.sweep_measures import CLIENTS, CONTEXT_BINS, DRAFT, SPECULATION, WAYS, YARDSTICK, Way, with_client
 from blocktrain.swarm_sim.sweep_swarm import STEPS, SweepSwarm, Trained, trained
 
 BASE_MS: Final = 50
@@ -247,7 +247,7 @@ def _context(session: Session, swarm: SweepSwarm, at_rest: list[measures.Travers
     for place, milliseconds in enumerate(cost):
         session.say(f"context {place + 1}/{len(cost)} {'█' * round(BAR * milliseconds / max(cost))} {milliseconds:.2f} ms")
     if plot is not None:
-        sweep_tables.draw(plot, cost, context)
+        sweep_tables.draw(plot, cost, context // CONTEXT_BINS, context)
         session.say(f"the plot is {plot}")
     return {"context_cost_ms": cost, "context_cost_ratio": cost[-1] / cost[1]}
 

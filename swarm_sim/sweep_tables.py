@@ -75,13 +75,12 @@ def tables(numbers: Numbers) -> str:
     return out
 
 
-def draw(path: Path, cost_ms: Sequence[float], context: int) -> None:
-    """What a byte costs by its place in the context, as a picture. Raises: OSError: it cannot be written."""
+def draw(path: Path, cost_ms: Sequence[float], width: int, context: int) -> None:
+    """What a byte costs by its place in the context, in bins of `width` bytes, as a picture. Raises: OSError: it cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axes = figure.subplots()
-    width = context / len(cost_ms)
     axes.bar([width * (place + 0.5) for place in range(len(cost_ms))], cost_ms, width=0.9 * width)
     axes.set(xlabel="bytes in the context", ylabel="computing for one byte, all blocks, ms", xlim=(0, context))
     axes.grid(axis="y", alpha=0.3)

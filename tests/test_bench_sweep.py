@@ -113,5 +113,5 @@ def test_tables_show_what_a_file_holds_and_leave_out_what_it_does_not(tmp_path: 
     assert "| B = 6: bytes/s (times autoregressive) | 100 ms |" in text
     assert "Judge" not in text
     assert "through a holder" not in text
-    sweep_tables.draw(tmp_path / "plot.png", [1.0, 1.1, 1.2], 128)
+    sweep_tables.draw(tmp_path / "plot.png", [1.0, 1.1, 1.2], 16, 128)
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
