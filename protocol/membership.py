@@ -29,6 +29,7 @@ FRIEND_KEPT_S: Final = 600.0  # how long the RTT of a peer whose record ended is
 RTT_SHARE: Final = 0.25  # weight of the newest RTT in the moving average
 UNREAD_MOST: Final = 4  # reads of a block that wait until somebody asks: both of our own buckets and two random ones
 RECOUNT_S: Final = 20 * limits.TTL_S  # a level that every read confirms is counted again after this
+RECOUNT_OWN_S: Final = 4 * limits.TTL_S  # the same where reads are looked at; what changes by an eighth is counted at once
 SWEEP_PAST: Final = 16  # living peers that a sweep looks past to find those whose records ended
 _NO_HOLDER: Final = frozenset({"left", "choosing"})  # phases of a record that does not make its writer a holder
 _HOLDER: Final = frozenset(PHASES) - _NO_HOLDER
@@ -365,7 +366,7 @@ class Members:
             changed = 8 * (known - then) > then or (level > 1 and 8 * known < PER_BUCKET)
         else:
             changed = 8 * abs(known - then) > then
-        if moving or changed or not 0 <= now - at < (RECOUNT_S if unread else limits.TTL_S):
+        if moving or changed or not 0 <= now - at < (RECOUNT_S if unread else RECOUNT_OWN_S):
             others = [place_of(peer.seen.peer) for peer in self._living(block, now) if peer.seen is not None]
             new = next_level(level, place_of(self.me), others)
             self._levels[block] = new, len(self._friends[block]) + len(self._strangers[block]), now, new != level
