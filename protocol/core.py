@@ -395,9 +395,10 @@ class Core:
             others = self._rng.sample(others, MAX_OTHER_BLOCKS_READ)
         out: list[f.Decision] = []
         for block in [self.block] if early and self._own_reads else [self.block, *others]:
-            if block not in self._reading:
+            buckets = () if block in self._reading else self._buckets_to_read(block, now)
+            if buckets:
                 self._reading.add(block)
-                out.append(f.Read(block, self._buckets_to_read(block, now)))
+                out.append(f.Read(block, buckets))
         self._reads_done += 1
         return out
 

@@ -386,16 +386,19 @@ class Members:
         """The same in instalments, for who reads at every refresh: what was read before lives long enough to take turns.
 
         A small swarm has one key. In a crowded block our own buckets take turns, with a random one beside them at every turn if the block
-        is `own` (we need partners there), or in between (of others we need a few holders). So each of our own is read every second refresh,
-        well within a record's life, and look-ups per refresh do not grow with the swarm.
+        is `own`: we need partners there. Of others we need a few holders: one bucket at every second refresh, the other blocks at the
+        refreshes between. So each of our own is read every second refresh, well within a record's life, and so is somebody of each other
+        block; look-ups per refresh do not grow with the swarm.
         """
         level = self.buckets(block, now)
         if level == 1:
             return [0]
         near = read(place_of(self.me), level)
-        if not own:
-            return [near[-1] if turn % 2 else level - 1 + rng.randrange(level)]
-        return list(dict.fromkeys((near[turn % len(near)], level - 1 + rng.randrange(level))))
+        if own:
+            return list(dict.fromkeys((near[turn % len(near)], level - 1 + rng.randrange(level))))
+        if (turn + block) % 2:
+            return []
+        return [near[-1] if turn // 2 % 2 else level - 1 + rng.randrange(level)]
 
     # -- shelves
 

@@ -365,6 +365,19 @@ def test_in_a_crowded_block_each_refresh_looks_up_few_keys_and_each_of_our_own_e
     assert own <= reads[2] | reads[3]
 
 
+def test_another_block_that_is_crowded_is_read_at_every_second_refresh_in_one_bucket() -> None:
+    crowd = [seen(peer_id_of_key(hashlib.sha256(f"{n}".encode()).digest()), until=T0 + 100, block=1) for n in range(400)]
+    core = training()
+    core.handle(f.Saw(1, tuple(crowd)), T0 + 2)
+    assert core.members.buckets(1, T0 + 2) > 1
+    counts = []
+    for turn in range(1, 5):
+        read = [d for d in core.handle(f.Tick(), T0 + 2 + 10 * turn) if isinstance(d, f.Read) and d.block == 1]
+        core.handle(f.Saw(1, ()), T0 + 3 + 10 * turn)
+        counts.append([len(d.buckets) for d in read])
+    assert counts in ([[1], [], [1], []], [[], [1], [], [1]])
+
+
 def test_a_node_that_sees_nobody_says_isolated() -> None:
     core = training()
     assert core.waiting(T0 + 5)[0] == "training"
