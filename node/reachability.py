@@ -54,7 +54,7 @@ class Echo:
 
     seen: str = schema.field(Text(64))
     reached: bool = schema.field(Bool())
-    address: str = schema.field(Text(limits.MAX_ADDRESS_CHARS), "")  # the one that was reached
+    address: str = schema.field(Text(limits.MAX_WHOLE_ADDRESS_CHARS), "")  # the one that was reached
     why: str = schema.field(Text(limits.MAX_TEXT_CHARS), "")
 
 

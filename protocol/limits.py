@@ -19,6 +19,7 @@ MAX_RUNS_LISTED: Final = 64  # runs that a bootstrap peer can make a joiner look
 MAX_BUCKETS: Final = 64  # DHT keys over which one block's replicas are spread
 MAX_ADDRESSES: Final = 2  # addresses in an announcement
 MAX_ADDRESS_CHARS: Final = 128  # IPv6 through a relay has 122
+MAX_WHOLE_ADDRESS_CHARS: Final = 256  # the same with the peer id behind it, in an answer or a question: 180; names are longer
 MAX_RECORD_LIFE_S: Final = 120.0  # an announcement cannot outlive its peer by more than this, whatever it claims
 MAX_MEMBERS: Final = 4096  # peers of one run that a node remembers
 

@@ -74,7 +74,7 @@ class Ask:
     """A question about the node. "dial-back": can you dial me at these addresses? (reachability.py)"""
 
     what: str = schema.field(Choice(QUESTIONS))
-    addresses: tuple[str, ...] = schema.field(Many(Text(limits.MAX_ADDRESS_CHARS), limits.MAX_ADDRESSES), ())
+    addresses: tuple[str, ...] = schema.field(Many(Text(limits.MAX_WHOLE_ADDRESS_CHARS), limits.MAX_ADDRESSES), ())
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from blocktrain.protocol.manifest import Manifest
 T = TypeVar("T")
 HELDOUT_TOKENS: Final = 512  # of the check on every merge: both sides of it are measured on the same tokens, so that few suffice
 STOP_TIMEOUT_S: Final = 20.0  # for the step in hand
-WORKER_NICENESS: Final = NICENESS + 14  # the least there is: an exchange can wait where no core is to spare, training is what it is for
+WORKER_NICENESS: Final = NICENESS + 5  # an exchange can wait where no core is to spare; training is what it is for
 MAX_REFERENCES: Final = 4  # merges kept for sparse snapshots, a state each; the newest is the published one, as a rule
 
 log = logging.getLogger(__name__)
