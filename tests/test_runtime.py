@@ -19,7 +19,8 @@ from blocktrain.node.logs import OncePer, OneLine, one_line, say_once_a_minute
 from blocktrain.protocol.errors import NoPeers, PeerFault, RefusedBySwarm, UsageError
 
 PROGRAM = """
-import asyncio, logging, os, subprocess, sys, threading, time
+import asyncio, logging, os, signal, subprocess, sys, threading, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests under nohup
 from pathlib import Path
 from blocktrain.node import logs, runtime
 from blocktrain.protocol import errors
