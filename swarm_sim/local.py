@@ -87,7 +87,7 @@ def check(settings: Settings) -> Settings:
         raise UsageError(
             f"--minutes {settings.minutes:g} is too short: the swarm recovers for {settings.recovery_s:g} s; give {least:.1f} or more"
         )
-    if trouble.kill_every_s > settings.minutes * 60 - settings.recovery_s:
+    if trouble.kill_every_s and trouble.kill_every_s > settings.minutes * 60 - settings.recovery_s:
         raise UsageError(
             f"--kill-every {trouble.kill_every_s:g}: in --minutes {settings.minutes:g} nobody would be killed; give more minutes"
         )
