@@ -325,8 +325,6 @@ class Members:
     def choosers(self, now: float) -> list[tuple[PeerId, int]]:
         """Who says that it would hold which block, unless others are better placed (placement.py). They count for nothing else."""
         self._look_everywhere()
-        for block in list(self._unread):
-            self._look(block)
         faded = ((peer.seen, name) for name, peer in self._faded.items())
         return [
             (name, seen.announcement.block)
