@@ -151,7 +151,7 @@ class Exchanger:
         answer, _ = await stream.receive(timeout_s=limits.OPEN_TIMEOUT_S)
         self._know(order.peer).met(stream.rtt_s)
         try:
-            result = self._answer(exchange, answer, offer)
+            result = self._answer(exchange, answer, offer, order.reach)
             if result is not None:
                 return result
             assert isinstance(answer, Accept)
@@ -252,17 +252,17 @@ class Exchanger:
             keep=side.codec == "sparse",
         )
 
-    def _answer(self, exchange: Exchange, answer: Message, offer: Offer) -> Result | None:
+    def _answer(self, exchange: Exchange, answer: Message, offer: Offer, reach: int) -> Result | None:
         """The end of an exchange by the answer to our offer, or None where it goes on."""
         if isinstance(answer, Decline):
             if answer.reason == "codec":  # the other side does not keep our last merge any more
                 self._know(exchange.peer).reference = NO_DIGEST
-            return exchange.declined(answer.reason)
+            return exchange.declined(answer.reason, answer.retry_after_s)
         if isinstance(answer, End):
-            return exchange.declined(answer.reason)
+            return exchange.declined(answer.reason, answer.retry_after_s)
         if not isinstance(answer, Accept):
             raise Malformed(f"{type(answer).__name__} in answer to an offer")
-        wrong = exchange.accepted(answer, offer)
+        wrong = exchange.accepted(answer, offer, reach)
         if wrong:
             raise Malformed(wrong)
         return None

@@ -10,28 +10,27 @@ It never decides about the network or about tensors: node/ (or a simulator) carr
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from typing import Final
 
 from blocktrain.protocol import facts as f
 from blocktrain.protocol import limits, pairing
-from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
+from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS, reach
 from blocktrain.protocol.chance import Rng
-from blocktrain.protocol.exchange import Pace, Result, offer_stands
+from blocktrain.protocol.exchange import Pace, Tempo, offer_stands, tokens_per_round
 from blocktrain.protocol.ids import Digest, PeerId, short
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.membership import Member, Members, believable_round
+from blocktrain.protocol.patience import MOMENT_S, Patience
 
 FETCH_WHEN_BEHIND: Final = 10  # rounds: a node that starts (or was away) further behind than this takes state instead of averaging
 FETCH_RETRY_S: Final = 3.0
 FETCH_TRIES: Final = 6  # then a fresh node starts from its own state, if it may
 FETCH_AGAIN_S: Final = 30.0  # before downloading is thought of again after that: training goes on, whatever somebody announces
-STALLS_FORGIVEN: Final = 2  # exchanges in a row that a peer begins and lets hang; then its offers are declined while it is put off
-MAX_STALLERS: Final = 256  # peers whose hanging exchanges are remembered
 LEAP_S: Final = 1.0  # at least between two announcements that a quick succession of rounds causes
 SOON_S: Final = 0.5  # to a read that something waits for
 FIRST_READS: Final = 2  # reads of our own block before "nobody has a newer state" is believed
-BUSY_RETRY_S: Final = 1.0
 MAX_OTHER_BLOCKS_READ: Final = 8  # per refresh; larger runs take turns
 ISOLATED_AFTER_S: Final = 15.0
 
@@ -89,6 +88,7 @@ class Core:
         self.phase = "starting"
         self.current: Current | None = None
         self.pace = Pace(settings.tau_s)
+        self._tempo = Tempo()
         self.last_refusal = ""
         self._rng = rng
         self._phase_since = 0.0
@@ -109,7 +109,7 @@ class Core:
         self._queue: list[PeerId] = []  # candidates still to be asked in this round
         self._due = False  # H steps have passed without a merge
         self._asked: dict[PeerId, str] = {}  # who was asked in this round and what came of it
-        self._stalls: dict[PeerId, int] = {}  # exchanges that a peer began, one after the other, and let hang
+        self._patience = Patience()
 
     # ---- facts ------------------------------------------------------------------------------------------------------------------
 
@@ -121,6 +121,7 @@ class Core:
             case f.Saw():
                 return self._saw(fact, now)
             case f.Trained():
+                self._tempo.trained(now)
                 self._due = True
                 return self._next_offer(now, fresh=True)
             case f.Offered():
@@ -177,19 +178,29 @@ class Core:
         if self.phase != "training" or self.current is not None or now < self._fetch_at:
             return []
         claimed = max([seen.announcement.round for seen in fact.records], default=0)  # most reads end here, without a look at everybody
-        if claimed - self.round >= enough and self._behind(now) >= enough:
+        if claimed - self.round >= enough and self._behind(now) >= (enough if self._fresh else self._swarms_reach(now)):
             self._fetch_tries = FETCH_TRIES - 1  # one: we have a state of our own to go on with
             return self._catch_up(now)
         return []
 
     def _newest(self, now: float) -> tuple[int, list[PeerId]]:
         """The newest round that can be downloaded, and who announced it. Our own round has a say in what is believed."""
-        round, donors = self.members.newest(self.block, now)
+        apart = self._swarms_reach(now)
+        round, donors = self.members.newest(self.block, now, apart)
         if not self.round:
             return round, donors
         holders = self.members.holders(self.block, now, trained_only=True)
-        believed = believable_round([self.round, *(member.round for member in holders)])
+        believed = believable_round([self.round, *(member.round for member in holders)], apart)
         return (round, donors) if round <= believed else (believed, [member.peer for member in holders if member.round == believed])
+
+    def _reach(self, tokens_per_s: float = 0.0) -> int:
+        """How many rounds we and somebody of that speed may be apart and still average: the faster of the two has the say."""
+        return reach(max(self._tempo.rounds_per_s, tokens_per_s / tokens_per_round(self.manifest)))
+
+    def _swarms_reach(self, now: float) -> int:
+        """The same for us and the middle one of the holders: so far they may have come since they announced their rounds."""
+        speeds = [member.tokens_per_s for member in self.members.holders(self.block, now, trained_only=True)]
+        return self._reach(statistics.median_low(speeds) if speeds else 0.0)
 
     def _behind(self, now: float) -> int:
         """Rounds between our published state and the newest that can be downloaded; not above 0 where there is none."""
@@ -206,7 +217,7 @@ class Core:
             others = [m.peer for m in self.members.holders(self.block, now, trained_only=True) if m.avoided_s <= 0]
             self._fetching = True
             self._enter("fetching", now)
-            most = round + FAR_BEHIND_ROUNDS
+            most = round + self._swarms_reach(now)
             if self._fetch_tries:  # who announced that round does not give it: what others have is better than nothing
                 round = self.round + 1
             return [f.Fetch(round, tuple(dict.fromkeys([*donors, *others])), most)]
@@ -253,11 +264,12 @@ class Core:
             self._queue = pairing.candidates(self.settings.topology, self.me, free, self._turn, self._rng)
         while self._queue:
             peer = self._queue.pop(0)
-            if self.members.avoided(peer, now) > 0:
+            if self.members.avoided(peer, now) > 0 or not self._patience.may_ask(peer, now):
                 continue
             self.current = Current(self._rng.randbytes(16), peer, True, now + self.pace.tau_s, False)
             self._asked[peer] = "asked"
-            return [f.SendOffer(self.current.id, peer, self.current.deadline)]
+            apart = self._reach(self.members.tokens_per_s(self.block, peer))
+            return [f.SendOffer(self.current.id, peer, self.current.deadline, apart)]
         self._due = False
         self.counters.own_rounds += 1
         return [f.PublishOwn()]
@@ -272,9 +284,10 @@ class Core:
             if crossed and offer_stands(peer, self.me):
                 out.append(f.Withdraw(current.id))
             else:
-                why, retry_s = ("crossed" if crossed else "busy"), BUSY_RETRY_S
+                why, retry_s = ("crossed" if crossed else "busy"), MOMENT_S
         if why:
             return [f.Refuse(offer.exchange, peer, why, retry_s)]
+        self._patience.came(peer)
         self.current = Current(offer.exchange, peer, False, now + self.pace.tau_s, True)
         return [*out, f.Take(offer.exchange, peer, self.current.deadline)]
 
@@ -289,13 +302,15 @@ class Core:
         if fact.offer.block != self.block:
             return "block", 3600.0
         put_off_s = self.members.offence_s(fact.peer, now)
-        if self._stalls.get(fact.peer, 0) >= STALLS_FORGIVEN:
+        if self._patience.stalls(fact.peer):
             put_off_s = max(put_off_s, self.members.avoided(fact.peer, now))
         if put_off_s > 0:
             return "put-off", put_off_s
-        if self.round - fact.offer.round >= FAR_BEHIND_ROUNDS:
+        apart = fact.offer.round - self.round
+        most = self._reach(self.members.tokens_per_s(self.block, fact.peer)) if abs(apart) >= FAR_BEHIND_ROUNDS else FAR_BEHIND_ROUNDS
+        if -apart >= most:
             return "behind", 10.0
-        if fact.offer.round - self.round >= (FETCH_WHEN_BEHIND + 1 if self._fresh else FAR_BEHIND_ROUNDS):
+        if apart >= (FETCH_WHEN_BEHIND + 1 if self._fresh else most):
             self._read_at = min(self._read_at, now + SOON_S)  # who has that round is worth knowing soon, and not at every such offer
             return "ahead", 10.0
         return "", 0.0
@@ -304,7 +319,7 @@ class Core:
         result = fact.result
         ours = self.current is not None and self.current.id == fact.exchange
         if ours and self.current is not None:
-            self._note_stall(self.current, result)
+            self._patience.ended(self.current.peer, result, ours=self.current.ours)
             self.current = None
         self.pace.ended(result.kind, fact.took_s)
         self._count(fact, now)
@@ -317,16 +332,6 @@ class Core:
         if result.kind in ("late", "lost"):
             self._queue = self._queue[:1]  # the round has waited enough: one more try, then it is our own
         return self._next_offer(now, fresh=False)
-
-    def _note_stall(self, current: Current, result: Result) -> None:
-        """We have one exchange at a time: whoever begins them and lets them hang would keep us from all others."""
-        if result.kind in ("merged", "one_sided"):
-            self._stalls.pop(current.peer, None)
-        elif not current.ours and result.kind in ("late", "lost"):
-            stalls = self._stalls.pop(current.peer, 0)
-            self._stalls[current.peer] = stalls + 1
-            if len(self._stalls) > MAX_STALLERS:
-                del self._stalls[next(iter(self._stalls))]
 
     def _count(self, fact: f.Ended, now: float) -> None:
         result, peer, counters = fact.result, fact.peer, self.counters
@@ -348,6 +353,9 @@ class Core:
                 counters.lost += 1
             case "declined":
                 counters.declined += 1
+                self._patience.declined(peer, result, now)
+                if result.why == "behind":  # then there is a state worth taking
+                    self._read_at = min(self._read_at, now + SOON_S)
                 return
         if result.kind != "merged" and (result.kind != "one_sided" or result.offence):
             self._blame(peer, result.why, result.offence, now)
@@ -365,11 +373,11 @@ class Core:
         if self.phase in ("starting", "stopping"):
             self._read_at = self._announce_at = now + self.settings.refresh_s
             return out
+        if now >= self._read_at:  # before our own record is renewed: one that another process wrote under our identity is seen
+            out += self._reads(now)
         if now >= self._announce_at:
             self._announce_at = now + self.settings.refresh_s
             out.append(self._announce("joining" if self.phase == "fetching" else self.phase, now))
-        if now >= self._read_at:
-            out += self._reads(now)
         if self.phase == "joining" and not self._fetching and now >= self._fetch_at and self._own_reads >= FIRST_READS:
             out += self._catch_up(now)
         return out

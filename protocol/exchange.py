@@ -28,6 +28,7 @@ from blocktrain.protocol.messages import Accept, Offer, Outcome
 
 RESULTS: Final = ("merged", "one_sided", "refused", "late", "lost", "declined")
 MAX_WEIGHT_ROUNDS: Final = 4.0  # rounds of work that one side may claim in a merge; so no side weighs more than 5 : 1
+TEMPO_SHARE: Final = 0.1  # of the last round in the moving average
 PACE_KEPT: Final = 16  # exchanges that τ looks back on
 PACE_FIRST: Final = 4  # before so many it does not adapt
 PACE_FACTOR: Final = 4.0
@@ -77,6 +78,25 @@ def shares(first: float, second: float, per_round: float) -> tuple[float, float]
     return a / (a + b), b / (a + b)
 
 
+class Tempo:
+    """How many rounds we make in a second, by the last few of them."""
+
+    def __init__(self) -> None:
+        self._round_s = 0.0
+        self._at: float | None = None
+
+    def trained(self, now: float) -> None:
+        """Another H steps are done."""
+        if self._at is not None:
+            took_s = max(1e-6, now - self._at)
+            self._round_s = self._round_s + TEMPO_SHARE * (took_s - self._round_s) if self._round_s else took_s
+        self._at = now
+
+    @property
+    def rounds_per_s(self) -> float:
+        return 1.0 / self._round_s if self._round_s else 0.0
+
+
 class Pace:
     """τ, from what exchanges of our block really take: four times the longest of the last sixteen that were used, within bounds.
 
@@ -111,6 +131,7 @@ class Result:
     kind: str  # one of RESULTS
     why: str = ""
     offence: bool = False  # the peer broke the agreement
+    retry_s: float = 0.0  # how long it wants to be left alone, where it declined
 
 
 class Exchange:
@@ -132,19 +153,19 @@ class Exchange:
         """Whether our snapshot is the first operand of the merge: the lower peer id is."""
         return self.me < self.peer
 
-    def accepted(self, accept: Accept, offer: Offer) -> str:
-        """The other side took our offer. Returns what is wrong with its terms, or ""."""
+    def accepted(self, accept: Accept, offer: Offer, reach: int = FAR_BEHIND_ROUNDS) -> str:
+        """The other side took our offer. `reach`: the rounds that we may be apart. Returns what is wrong with its terms, or ""."""
         if accept.exchange != self.id or self.state != "offered":
             return "an accept for another exchange"
         if accept.codec != offer.codec:
             return f"codec: ours {offer.codec}, theirs {accept.codec}"
-        if abs(accept.round - offer.round) > FAR_BEHIND_ROUNDS:  # the merge would take the larger of the two for its own
+        if abs(accept.round - offer.round) > reach:  # the merge would take the larger of the two for its own
             return f"round: ours {offer.round}, theirs {accept.round}; further apart than averaging allows"
         self.state = "running"
         return ""
 
-    def declined(self, reason: str) -> Result:
-        return self._end(Result("declined", reason))
+    def declined(self, reason: str, retry_s: float = 0.0) -> Result:
+        return self._end(Result("declined", reason, retry_s=retry_s))
 
     def judged(self, merged: Digest) -> None:
         """Our checks passed and the merge is in use: from here on it can at worst be one-sided."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
 from blocktrain.protocol.exchange import Result
 from blocktrain.protocol.ids import Digest, PeerId
 from blocktrain.protocol.messages import Offer
@@ -106,6 +107,7 @@ class SendOffer:
     exchange: bytes
     peer: PeerId
     deadline: float
+    reach: int = FAR_BEHIND_ROUNDS  # the rounds that the two may be apart
 
 
 @dataclass(frozen=True)

@@ -276,6 +276,12 @@ class Members:
         known = self._peers.get(peer)
         return max(0.0, known.offending.until - now) if known and known.offending else 0.0
 
+    def tokens_per_s(self, block: int, peer: PeerId) -> float:
+        """What a holder of a block says of its speed; 0 where it is not known."""
+        self._look(block)
+        known = self._peers.get(peer)
+        return known.seen.announcement.tokens_per_s if known and known.seen else 0.0
+
     def why(self, peer: PeerId) -> str:
         """The last thing that went wrong with a peer, or ""."""
         known = self._peers.get(peer)
@@ -332,14 +338,15 @@ class Members:
             if seen is not None and seen.announcement.phase == "choosing" and seen.expires_at > now
         ]
 
-    def newest(self, block: int, now: float) -> tuple[int, list[PeerId]]:
+    def newest(self, block: int, now: float, reach: int = FAR_BEHIND_ROUNDS) -> tuple[int, list[PeerId]]:
         """The newest published round of a block and the peers who agree on its digest: donors for catching up; (0, []) if none.
 
-        Untrained and joining peers are no donors. Among three or more, a round far above the median is a tall tale and not followed.
+        Untrained and joining peers are no donors. Among three or more, a round more than `reach`
+        above the median is a tall tale and not followed.
         """
         donors = [member for member in self.holders(block, now, trained_only=True) if not member.offender]
         donors = [member for member in donors if not member.avoided_s] or donors
-        ceiling = believable_round([member.round for member in donors])
+        ceiling = believable_round([member.round for member in donors], reach)
         groups: dict[tuple[int, bytes], list[PeerId]] = {}
         for member in donors:
             if member.round <= ceiling:
@@ -487,9 +494,9 @@ def _expired(shelf: dict[PeerId, _Peer], now: float) -> list[PeerId]:
     return found
 
 
-def believable_round(rounds: list[int]) -> int:
+def believable_round(rounds: list[int], reach: int = FAR_BEHIND_ROUNDS) -> int:
     """The highest round that is followed: the highest within reach of the median where three or more can be compared."""
     if len(rounds) < 3:
         return max(rounds, default=0)
-    ceiling = int(statistics.median_low(rounds)) + FAR_BEHIND_ROUNDS
+    ceiling = int(statistics.median_low(rounds)) + reach
     return max(number for number in rounds if number <= ceiling)

@@ -6,14 +6,17 @@ import hashlib
 from dataclasses import replace
 from random import Random
 
+import pytest
+
 from blocktrain.protocol import buckets
 from blocktrain.protocol import facts as f
-from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
-from blocktrain.protocol.core import FETCH_WHEN_BEHIND, Core, Settings
-from blocktrain.protocol.exchange import Result
+from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS, MAX_REACH, reach
+from blocktrain.protocol.core import FETCH_WHEN_BEHIND, SOON_S, Core, Settings
+from blocktrain.protocol.exchange import Result, tokens_per_round
 from blocktrain.protocol.ids import Digest, PeerId, peer_id_of_key
 from blocktrain.protocol.manifest import Manifest, Model, Noise, Optimizer, Schedule
 from blocktrain.protocol.messages import Offer
+from blocktrain.protocol.patience import MOST_S
 from blocktrain.protocol.records import Announcement, Seen
 
 MANIFEST = Manifest(
@@ -33,8 +36,11 @@ ME, LOW, HIGH, OTHER = PEERS[2], PEERS[0], PEERS[4], PEERS[5]
 T0 = 1_000_000.0
 
 
-def seen(peer: PeerId, *, block: int = 0, round: int = 5, phase: str = "training", until: float = T0 + 60) -> Seen:
-    announcement = Announcement(MANIFEST.run, block, phase, round, hashlib.sha256(str(round).encode()).digest(), 100.0, 0.0, 1, 1)
+def seen(
+    peer: PeerId, *, block: int = 0, round: int = 5, phase: str = "training", until: float = T0 + 60, rounds_per_s: float = 0.1
+) -> Seen:
+    speed = rounds_per_s * tokens_per_round(MANIFEST)
+    announcement = Announcement(MANIFEST.run, block, phase, round, hashlib.sha256(str(round).encode()).digest(), speed, 0.0, 1, 1)
     return Seen(peer, announcement, until)
 
 
@@ -100,6 +106,15 @@ def test_a_download_names_the_highest_round_that_is_believed() -> None:
     fetch = only(core.handle(f.Saw(0, (seen(LOW), seen(HIGH), seen(OTHER, round=10**6))), T0 + 0.1), f.Fetch)
     assert isinstance(fetch, f.Fetch)
     assert (fetch.round, fetch.most) == (5, 5 + FAR_BEHIND_ROUNDS)
+
+
+def test_where_rounds_are_quick_more_of_them_may_pass_during_a_look_up() -> None:
+    core = node()
+    core.handle(f.Began(0, Digest(b"d" * 32), fresh=True), T0)
+    quick = tuple(seen(peer, rounds_per_s=100.0) for peer in (LOW, HIGH))
+    fetch = only(core.handle(f.Saw(0, (*quick, seen(OTHER, round=10**6, rounds_per_s=1e6))), T0 + 0.1), f.Fetch)
+    assert isinstance(fetch, f.Fetch)
+    assert (fetch.round, fetch.most) == (5, 5 + reach(100.0))
 
 
 def test_an_untrained_replica_is_no_donor() -> None:
@@ -194,6 +209,58 @@ def test_the_next_is_asked_when_one_declines_and_the_round_is_own_when_all_did()
     last = core.handle(f.Ended(second.exchange, second.peer, Result("declined", "busy"), 0.1), T0 + 7)
     assert kinds(last) == ["PublishOwn"]
     assert core.counters.declined == 2
+
+
+def test_who_wants_to_be_left_alone_is_until_it_comes_itself() -> None:
+    core = training(LOW)
+    first = only(core.handle(f.Trained(), T0 + 5), f.SendOffer)
+    assert isinstance(first, f.SendOffer)
+    declined = Result("declined", "ahead", retry_s=10.0)
+    assert kinds(core.handle(f.Ended(first.exchange, LOW, declined, 0.1), T0 + 6)) == ["PublishOwn"]
+    assert kinds(core.handle(f.Trained(), T0 + 15)) == ["PublishOwn"]
+    again = only(core.handle(f.Trained(), T0 + 16.1), f.SendOffer)
+    assert isinstance(again, f.SendOffer)
+    core.handle(f.Ended(again.exchange, LOW, declined, 0.1), T0 + 17)
+    take = only(core.handle(f.Offered(LOW, offer()), T0 + 18), f.Take)
+    assert isinstance(take, f.Take)
+    core.handle(f.Ended(take.exchange, LOW, Result("merged"), 0.1), T0 + 19)
+    assert kinds(core.handle(f.Trained(), T0 + 20)) == ["SendOffer"]
+
+
+def test_nobody_is_left_alone_for_as_long_as_he_likes() -> None:
+    core = training(LOW)
+    first = only(core.handle(f.Trained(), T0 + 5), f.SendOffer)
+    assert isinstance(first, f.SendOffer)
+    core.handle(f.Ended(first.exchange, LOW, Result("declined", "stopping", retry_s=3600.0), 0.1), T0 + 6)
+    assert kinds(core.handle(f.Trained(), T0 + 6 + MOST_S)) == ["SendOffer"]
+
+
+def test_one_who_is_told_that_it_is_behind_looks_for_a_newer_state_at_once() -> None:
+    core = training(LOW)
+    first = only(core.handle(f.Trained(), T0 + 5), f.SendOffer)
+    assert isinstance(first, f.SendOffer)
+    core.handle(f.Ended(first.exchange, LOW, Result("declined", "behind", retry_s=10.0), 0.1), T0 + 6)
+    assert core.wake_at() <= T0 + 6 + SOON_S
+
+
+@pytest.mark.parametrize("apart", [-400, 400])
+def test_quick_replicas_average_though_they_are_many_rounds_apart(apart: int) -> None:
+    slow, quick = training(round=1000), training(round=1000)
+    for n in range(20):
+        for decision in quick.handle(f.Trained(), T0 + 5 + 0.02 * n):
+            assert isinstance(decision, f.PublishOwn)
+    assert kinds(quick.handle(f.Offered(HIGH, offer(round=1000 + apart)), T0 + 6)) == ["Take"]
+    assert kinds(slow.handle(f.Offered(HIGH, offer(round=1000 + apart)), T0 + 6)) == ["Refuse"]
+    slow.handle(f.Saw(0, (seen(HIGH, round=1000, rounds_per_s=50.0),)), T0 + 7)
+    assert kinds(slow.handle(f.Offered(HIGH, offer(round=1000 + apart)), T0 + 8)) == ["Take"], "the quicker of the two has the say"
+    order = only(slow.handle(f.Ended(b"o" * 16, HIGH, Result("declined"), 0.0), T0 + 9) + slow.handle(f.Trained(), T0 + 9), f.SendOffer)
+    assert isinstance(order, f.SendOffer)
+    assert order.reach == reach(50.0) == 500
+
+
+def test_a_boast_about_speed_does_not_make_every_round_believable() -> None:
+    assert reach(1e12) == MAX_REACH
+    assert reach(0.0) == reach(0.1) == FAR_BEHIND_ROUNDS
 
 
 def test_a_late_partner_is_counted_put_off_and_never_waited_for_twice() -> None:
@@ -329,6 +396,7 @@ def test_every_refresh_announces_and_reads_again() -> None:
     refresh_s = core.settings.refresh_s
     decisions = core.handle(f.Tick(), T0 + 1 + refresh_s)
     assert {"Announce", "Read"} <= set(kinds(decisions))
+    assert kinds(decisions)[-1] == "Announce", "what another process wrote under our identity is read before we write over it"
     assert core.handle(f.Tick(), T0 + 1.5 + refresh_s) == []
     assert T0 + 1 + refresh_s < core.wake_at() <= T0 + 1 + 2 * refresh_s
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from blocktrain.protocol import acceptance, limits
 from blocktrain.protocol import facts as f
+from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
 from blocktrain.protocol.errors import PeerFault, Unfit
 from blocktrain.protocol.exchange import Exchange, Result
 from blocktrain.protocol.ids import NO_DIGEST, Digest
@@ -59,6 +60,7 @@ class Side:
     talk: Talk
     payload: bytes = b""  # as it is sent; a liar's is not its own state
     digest: Digest = NO_DIGEST
+    reach: int = FAR_BEHIND_ROUNDS  # by the order of the one who offers
     stage: str = "open"  # open → swapping → settling → telling → over
     outcome: Outcome | None = None
     refusal: Result | None = None
@@ -104,6 +106,7 @@ def offer(node: Node, order: f.SendOffer) -> None:
     peer = world.by_peer[order.peer]
     talk = Talk()
     talk.offerer = side = _side(node, peer, order, talk, ours=True)
+    side.reach = order.reach
     node.traffic.messages += 1
     node.traffic.sent_bytes += 300
     if not world.network.callable(node.number, peer.number):
@@ -148,13 +151,13 @@ def _answered(side: Side, message: Offer, answer: f.Take | f.Refuse) -> None:
         return
     node, talk = side.node, side.talk
     if isinstance(answer, f.Refuse):
-        _end(side, side.exchange.declined(answer.reason))
+        _end(side, side.exchange.declined(answer.reason, answer.retry_after_s))
         return
     theirs = talk.responder
     assert theirs is not None
     terms = theirs.terms()
     accept = Accept(side.exchange.id, terms.round, terms.weight, message.size, message.codec)
-    wrong = side.exchange.accepted(accept, message)
+    wrong = side.exchange.accepted(accept, message, side.reach)
     if wrong:
         _end(side, side.exchange.refused(wrong, offence=True))
         return
