@@ -97,6 +97,7 @@ class Node:
         self._training = False
         self.paused = config.training.paused
         self._start_round = 0
+        self._own_read: asyncio.Task[None] | None = None  # the latest read of our own block
         self._double_expires_at = 0.0  # of the newest record that somebody else wrote under our identity
         self.rounds_done = asyncio.Event()  # set when `--rounds` are done
         self.announced = asyncio.Event()  # set after the first announcement was stored
@@ -187,7 +188,8 @@ class Node:
             case f.Announce():
                 self._spawn(self._announce_quietly(decision.phase), "announce")
             case f.Read():
-                self._spawn(self._read(decision), f"read block {decision.block}")
+                task = self._spawn(self._read(decision), f"read block {decision.block}")
+                self._own_read = task if decision.block == self.block else self._own_read
             case f.Take() | f.Refuse():
                 raise AssertionError("an answer to an offer goes through _inbound_exchange")
 
@@ -299,6 +301,9 @@ class Node:
     # ---- the directory ----------------------------------------------------------------------------------------------------------
 
     async def _announce_quietly(self, phase: str) -> None:
+        """Where a read of our block is under way, after it: what another process wrote under our identity would else be gone from sight."""
+        if self._own_read is not None and phase != "left":
+            await asyncio.wait([self._own_read], timeout=DHT_TIMEOUT_S)
         try:
             await self._announce(phase)
         except (NetworkFault, TimeoutError) as fault:
