@@ -36,8 +36,10 @@ async def generate(config: ClientConfig, wish: GenerateConfig, prompt: bytes, ru
         request = request_for(wish, tokens_of(tokenizer, prompt), seed)
         screen = Screen(silent=wish.json)
         screen.show(prompt)
-        result, report = await _until_stopped(runtime, _write(model, request, tokenizer, screen, runtime))
-        screen.end()
+        try:
+            result, report = await _until_stopped(runtime, _write(model, request, tokenizer, screen, runtime))
+        finally:
+            screen.end()  # also where the next line says what went wrong
         if wish.json:
             print(json.dumps(answers.generation_json(model.manifest, result, report, prompt)))
         else:
