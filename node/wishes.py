@@ -80,7 +80,7 @@ def read(body: object, manifest: Manifest, tokenizer: Tokenizer, most_tokens: in
     _check_fields(body)
     model = body.get("model")
     if not isinstance(model, str):
-        raise Refused(400, "you must give a model", param="model")
+        raise Refused(400, f"you must give a model: {manifest.name}", param="model")
     if model != manifest.name and not (len(model) >= 6 and manifest.run.hex().startswith(model)):
         raise Refused(404, f"the model {model[:80]!r} does not exist; there is {manifest.name}", param="model", code="model_not_found")
     prompts = _prompts(body.get("prompt", ""), tokenizer, manifest.model.vocabulary)

@@ -324,6 +324,7 @@ def test_an_unknown_name_in_the_environment_is_mentioned_but_harmless(
     [
         (["nod"], 'Did you mean "node"?'),
         (["node", "--blok", "1"], "Did you mean --block?"),
+        (["export", "model.safetensors"], "'model.safetensors' stands alone: each value follows its option, as `blocktrain export"),
         (["node"], "--new-run FILE, or join one with --initial-peers"),
         (["node", "--initial-peers", "/ip4/203.0.113.7/tcp/1"], "has no peer id"),
         (["node", "--initial-peers", "203.0.113.7:31337"], "must begin with '/'"),

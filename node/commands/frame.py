@@ -58,6 +58,10 @@ def colourful(stream: TextIO) -> bool:
 def _call(app: App, argv: Sequence[str]) -> int:
     try:
         result = app(list(argv), exit_on_error=False, print_error=False)
+    except cyclopts.UnusedCliTokensError as error:
+        command = " ".join((*app.name, *(error.command_chain or ())))
+        word = next(iter(error.unused_tokens or ()), "")
+        raise UsageError(f"{word!r} stands alone: each value follows its option, as `{command} --help` shows") from error
     except cyclopts.CycloptsError as error:
         raise UsageError(str(error).rstrip(".")) from error
     return result if isinstance(result, int) else 0
