@@ -373,7 +373,7 @@ class Core:
         if self.phase in ("starting", "stopping"):
             self._read_at = self._announce_at = now + self.settings.refresh_s
             return out
-        if now >= self._read_at:  # before our own record is renewed: one that another process wrote under our identity is seen
+        if now >= min(self._read_at, self._announce_at):  # before our record is renewed: one that somebody else wrote in our name is seen
             out += self._reads(now)
         if now >= self._announce_at:
             self._announce_at = now + self.settings.refresh_s

@@ -401,6 +401,20 @@ def test_every_refresh_announces_and_reads_again() -> None:
     assert T0 + 1 + refresh_s < core.wake_at() <= T0 + 1 + 2 * refresh_s
 
 
+def test_our_block_is_read_before_our_record_is_renewed_though_it_was_read_out_of_turn() -> None:
+    core = training(LOW)
+    refresh_s = core.settings.refresh_s
+    core.handle(f.Tick(), T0 + 1 + refresh_s)
+    core.handle(f.Saw(0, (seen(LOW),)), T0 + 2 + refresh_s)
+    core.handle(f.Offered(LOW, offer(round=5 + 2 * FAR_BEHIND_ROUNDS)), T0 + 1 + 1.5 * refresh_s)
+    between = core.handle(f.Tick(), T0 + 2 + 1.5 * refresh_s)
+    assert set(kinds(between)) == {"Read"}
+    core.handle(f.Saw(0, (seen(LOW),)), T0 + 3 + 1.5 * refresh_s)
+    renewing = core.handle(f.Tick(), T0 + 1 + 2 * refresh_s)
+    assert kinds(renewing)[-1] == "Announce"
+    assert 0 in {decision.block for decision in renewing if isinstance(decision, f.Read)}
+
+
 def test_a_read_that_has_not_ended_is_not_begun_again() -> None:
     core = training(LOW)
     first = core.handle(f.Tick(), T0 + 100)

@@ -228,7 +228,8 @@ def test_09_a_copied_identity_is_told_to_both_who_use_it(programs: Programs) -> 
     copy = programs.folder / "two.key"
     copy.write_bytes(key.read_bytes())
     second = programs.start("--identity", str(copy), peers=(address,))
-    first.wait_talk("another node uses our identity")
-    assert "another node uses our identity" in first.talk()
+    for node in (first, second):
+        node.wait_talk("another node uses our identity")
+        assert "another node uses our identity" in node.talk()
     assert "another node uses our identity" not in host.talk()
     assert "Traceback" not in first.talk() + second.talk()
