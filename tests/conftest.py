@@ -18,6 +18,7 @@ from blocktrain.node.config import Network
 from blocktrain.node.identity import Identity
 from blocktrain.node.network import Net, open_network
 from blocktrain.protocol.handshake import Greeting
+from tests.swarm_kit import Nodes
 
 # No limit on one example's time: a busy machine is not a bug. A failure prints the line that replays it.
 settings.register_profile("blocktrain", deadline=None, print_blob=True, database=None)
@@ -95,3 +96,11 @@ async def net_factory(nothing_is_left: None, new_identity: Callable[[], Identity
             )
 
         yield make
+
+
+@pytest.fixture
+async def nodes(net_factory: MakeNet) -> AsyncIterator[Nodes]:
+    """Starts real nodes in this process and ends them."""
+    made = Nodes(net_factory)
+    yield made
+    await made.close()

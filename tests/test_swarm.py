@@ -9,7 +9,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import psutil
 import pytest
@@ -31,13 +31,6 @@ from tests.swarm_kit import Live, Nodes, manifest, until
 pytestmark = pytest.mark.real
 
 MakeNet = Callable[..., Awaitable[Net]]
-
-
-@pytest.fixture
-async def nodes(net_factory: MakeNet) -> AsyncIterator[Nodes]:
-    started = Nodes(net_factory)
-    yield started
-    await started.close()
 
 
 def announcement(nodes: Nodes, net: Net, *, block: int = 0, round: int = 1, digest: bytes = bytes(32)) -> Announcement:

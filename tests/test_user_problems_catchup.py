@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -19,18 +18,10 @@ from blocktrain.node.ports import Buffer, Stream
 from blocktrain.protocol import limits
 from blocktrain.protocol.messages import Chunk, Message
 from tests import swarm_kit
-from tests.conftest import MakeNet
 from tests.swarm_kit import Live, Nodes, until
 
 pytestmark = pytest.mark.real
 IDLE = Training(block=0, train=False)
-
-
-@pytest.fixture
-async def nodes(net_factory: MakeNet) -> AsyncIterator[Nodes]:
-    made = Nodes(net_factory)
-    yield made
-    await made.close()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 import io
 import logging
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
 
@@ -25,13 +24,6 @@ from tests.test_network import dead
 
 pytestmark = pytest.mark.real
 IDLE = Training(block=0, train=False)
-
-
-@pytest.fixture
-async def nodes(net_factory: MakeNet) -> AsyncIterator[Nodes]:
-    made = Nodes(net_factory)
-    yield made
-    await made.close()
 
 
 def joiner(*peers: str, block: int | None = None, store: Path | None = None, run: str = "", wait: bool = False) -> NodeConfig:

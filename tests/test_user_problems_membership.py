@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 
@@ -28,13 +28,6 @@ pytestmark = pytest.mark.real
 IDLE = Training(block=0, train=False)
 TTL_S, REFRESH_S = 6.0, 0.7  # of swarm_kit's nodes
 SLACK_S = 10.0  # of a loaded machine
-
-
-@pytest.fixture
-async def nodes(net_factory: MakeNet) -> AsyncIterator[Nodes]:
-    made = Nodes(net_factory)
-    yield made
-    await made.close()
 
 
 async def kill(live: Live) -> None:
