@@ -11,22 +11,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from blocktrain.protocol import limits
 from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
 from blocktrain.protocol.buckets import PER_BUCKET, announced, next_level, place_of, read
-from blocktrain.protocol.ids import PeerId, RunId
-from blocktrain.protocol.records import PHASES, Seen
+from blocktrain.protocol.encounters import Met
+from blocktrain.protocol.ids import NO_DIGEST, PeerId, RunId
+from blocktrain.protocol.records import PHASES, Announcement, Seen
 
-FAILED_FIRST_S: Final = 2.0  # put off after the first failed call: long enough to try somebody else
-FAILED_MOST_S: Final = 60.0
-FAILED_HALF_LIFE_S: Final = 60.0  # after the back-off ended, the next one is halved for every minute that passes
-OFFENDED_FIRST_S: Final = 30.0
-OFFENDED_MOST_S: Final = 3600.0
-OFFENDED_HALF_LIFE_S: Final = 3600.0
-FRIEND_KEPT_S: Final = 600.0  # how long the RTT of a peer whose record ended is remembered: it may come back
-RTT_SHARE: Final = 0.25  # weight of the newest RTT in the moving average
 UNREAD_MOST: Final = 4  # reads of a block that wait until somebody asks: both of our own buckets and two random ones
 RECOUNT_S: Final = 20 * limits.TTL_S  # a level that every read confirms is counted again after this
 RECOUNT_OWN_S: Final = 4 * limits.TTL_S  # the same where reads are looked at; what changes by an eighth is counted at once
@@ -66,61 +59,8 @@ class Member(NamedTuple):  # much cheaper to make than a frozen dataclass, and v
         return self.round > 0 and self.phase != "joining"
 
 
-class _Ban:
-    """A back-off that doubles with every strike and fades once it is over."""
-
-    __slots__ = ("length_s", "until")
-
-    def __init__(self) -> None:
-        self.until = 0.0
-        self.length_s = 0.0
-
-    def faded_s(self, now: float, half_life_s: float) -> float:
-        return self.length_s * math.exp2(-max(0.0, now - self.until) / half_life_s)
-
-    def strike(self, now: float, first_s: float, most_s: float, half_life_s: float) -> None:
-        if now >= self.until:  # calls that were already under way when it began do not double it
-            self.length_s = min(most_s, max(first_s, 2 * self.faded_s(now, half_life_s)))
-        self.until = now + self.length_s
-
-
-class _Peer:
-    """All that is kept of one peer. Lives on exactly one shelf: friends or strangers of a block, or the faded."""
-
-    __slots__ = ("__dict__", "expires_at", "seen", "shelf")
-
-    # What is known of those alone whom we met. Until then it is the class's, so that the many strangers cost little.
-    friend: bool = False
-    rtt_s: float | None = None
-    used_at: float = 0.0
-    failing: _Ban | None = None
-    offending: _Ban | None = None
-    why: str = ""
-
-    def __init__(self, shelf: dict[PeerId, _Peer], seen: Seen | None, expires_at: float) -> None:
-        self.shelf = shelf
-        self.seen = seen
-        self.expires_at = expires_at  # of its record
-
-    def avoided_s(self, now: float) -> float:
-        until = max(self.failing.until if self.failing else 0.0, self.offending.until if self.offending else 0.0)
-        return max(0.0, until - now)
-
-    @property
-    def stranger(self) -> bool:
-        """Nothing but its record is known: without that, there is nothing to remember."""
-        return not self.friend and self.failing is None and self.offending is None
-
-    def kept_until(self) -> float:
-        """Until when it is worth remembering, as long as there is room."""
-        times = [self.expires_at]
-        if self.friend:
-            times.append(self.used_at + FRIEND_KEPT_S)
-        if self.failing:
-            times.append(self.failing.until + FAILED_HALF_LIFE_S)
-        if self.offending:
-            times.append(self.offending.until + OFFENDED_HALF_LIFE_S)
-        return max(times)
+Shelf: TypeAlias = dict[PeerId, Seen]  # by peer, the longest silent first: whose latest record that is
+_SILENT: Final = Announcement(RunId(NO_DIGEST), 0, "left", 0, NO_DIGEST, 0.0, 0.0, 1, 1)  # stands for the record of one we only met
 
 
 class Members:
@@ -130,10 +70,11 @@ class Members:
         self.run = run
         self.blocks = blocks
         self.me = me
-        self._peers: dict[PeerId, _Peer] = {}
-        self._faded: dict[PeerId, _Peer] = {}  # no living record: expired, left, or only met in a call
-        self._friends: tuple[dict[PeerId, _Peer], ...] = tuple({} for _ in range(blocks))  # by block; longest silent first
-        self._strangers: tuple[dict[PeerId, _Peer], ...] = tuple({} for _ in range(blocks))
+        self._shelf: dict[PeerId, Shelf] = {}  # where each peer that we remember stands: on exactly one shelf
+        self._faded: Shelf = {}  # no living record of a holder: expired, left, choosing, or only met in a call
+        self._friends: tuple[Shelf, ...] = tuple({} for _ in range(blocks))  # by block; whom we talked with
+        self._strangers: tuple[Shelf, ...] = tuple({} for _ in range(blocks))
+        self._met: dict[PeerId, Met] = {}  # of those who stand on a shelf
         self._last: dict[int, tuple[PeerId, float]] = {}
         self._levels: dict[int, tuple[int, int, float, bool]] = {}  # block → its level; how many were known, when, whether it moved
         self._unread: dict[int, list[tuple[Sequence[Seen], float]]] = {}  # block → reads nobody has looked at, and when they were heard
@@ -141,7 +82,7 @@ class Members:
 
     def __len__(self) -> int:
         self._look_everywhere()
-        return len(self._peers)
+        return len(self._shelf)
 
     # -- facts in
 
@@ -157,22 +98,19 @@ class Members:
         if not now < seen.expires_at <= now + limits.MAX_RECORD_LIFE_S:
             return False
         self._sweep(now)
-        peer = self._peers.get(seen.peer)
-        old = peer.seen if peer and peer.expires_at > now else None
+        name, shelf = seen.peer, self._shelf.get(seen.peer)
+        old = shelf[name] if shelf is not None else None
         left = word.phase == "left"
-        if old is not None:
+        if old is not None and old.expires_at > now:
             moved = old.announcement.block != word.block
             if moved and left:
                 return False
             gone_elsewhere = moved and old.announcement.phase == "left"
             if not gone_elsewhere and seen.expires_at <= old.expires_at:
                 return False
-        if peer is None:
-            peer = self._admit(seen.peer, word.block)
-            if peer is None:
-                return False
-        peer.seen, peer.expires_at = seen, seen.expires_at
-        self._shelve(seen.peer, peer)
+        if shelf is None and not self._has_room():
+            return False
+        self._shelve(seen)
         if word.phase not in _NO_HOLDER:
             self._last[word.block] = (seen.peer, now)
         elif left and word.block not in self._last:
@@ -198,32 +136,34 @@ class Members:
     def _look(self, block: int) -> None:
         """Take in what was heard of a block. The usual cases are kept short: there are thousands of them.
 
-        They are: a holder that stands where it stood, with a later record; and a stranger for whom there is room.
+        They are: a holder that stands where it stood, with the same record or a later one; and a stranger for whom there is room.
         """
         for records, now in self._unread.pop(block, ()):
             self._sweep(now)
-            peers, run, most = self._peers, self.run, now + limits.MAX_RECORD_LIFE_S
+            shelves, run, most = self._shelf, self.run, now + limits.MAX_RECORD_LIFE_S
             friends, strangers = self._friends[block], self._strangers[block]
             last = None
             for seen in records:
-                name, word, expires_at = seen.peer, seen.announcement, seen.expires_at
-                if word.phase in _HOLDER and word.block == block and word.run == run and now < expires_at <= most:
-                    shelf = strangers if name in strangers else friends
-                    peer = shelf.get(name)
-                    if peer is not None:
-                        if expires_at <= peer.expires_at:
-                            continue
-                        if peer.expires_at > now:
-                            peer.seen, peer.expires_at = seen, expires_at
-                            del shelf[name]  # the most recently heard stands last
-                            shelf[name] = peer
-                            last = name
-                            continue
-                    elif name not in peers and name != self.me and len(peers) < limits.MAX_MEMBERS:
-                        peers[name] = strangers[name] = _Peer(strangers, seen, expires_at)
-                        last = name
-                        continue
-                self.observe(seen, now)
+                name, expires_at = seen.peer, seen.expires_at
+                shelf, old = strangers, strangers.get(name)
+                if old is None and (old := friends.get(name)) is not None:
+                    shelf = friends
+                if old is None:
+                    usual = name not in shelves and name != self.me and len(shelves) < limits.MAX_MEMBERS
+                elif expires_at <= old.expires_at:
+                    continue
+                else:
+                    usual = True
+                word = seen.announcement
+                if usual and word.phase in _HOLDER and word.block == block and word.run == run and now < expires_at <= most:
+                    if old is None:
+                        shelves[name] = shelf
+                    else:
+                        del shelf[name]  # the most recently heard stands last
+                    shelf[name] = seen
+                    last = name
+                else:
+                    self.observe(seen, now)
             if last is not None:
                 self._last[block] = (last, now)
 
@@ -233,73 +173,64 @@ class Members:
 
     def succeeded(self, peer: PeerId, now: float, rtt_s: float | None = None) -> None:
         """A call worked: back-off is over. `rtt_s`, where the call measured one, joins the moving average."""
-        known = self._met(peer)
-        if known is None:
+        met = self._meet(peer)
+        if met is None:
             return
-        known.failing = None
-        known.used_at = now
-        if rtt_s is not None:
-            known.rtt_s = rtt_s if known.rtt_s is None else known.rtt_s + RTT_SHARE * (rtt_s - known.rtt_s)
-        if not known.friend and not self.offence_s(peer, now):
-            known.friend = True
-            self._shelve(peer, known)
-        if known.seen is not None and known.seen.announcement.phase not in _NO_HOLDER:
-            self._last[known.seen.announcement.block] = (peer, now)
+        was = met.friend
+        met.succeeded(now, rtt_s)
+        seen = self._shelf[peer][peer]
+        if met.friend and not was:
+            self._shelve(seen)
+        if seen.announcement.phase not in _NO_HOLDER:
+            self._last[seen.announcement.block] = (peer, now)
 
     def failed(self, peer: PeerId, now: float, why: str) -> None:
         """A call failed or was late. The peer is put off at once, for longer with every failure in a row."""
-        known = self._met(peer)
-        if known is not None:
-            known.failing = known.failing or _Ban()
-            known.failing.strike(now, FAILED_FIRST_S, FAILED_MOST_S, FAILED_HALF_LIFE_S)
-            known.why = why
+        met = self._meet(peer)
+        if met is not None:
+            met.failed(now, why)
 
     def offended(self, peer: PeerId, now: float, why: str) -> None:
         """The peer broke the agreement (`PeerFault`): put off for much longer, and no success makes it forgotten."""
-        known = self._met(peer)
-        if known is not None:
-            known.offending = known.offending or _Ban()
-            known.offending.strike(now, OFFENDED_FIRST_S, OFFENDED_MOST_S, OFFENDED_HALF_LIFE_S)
-            known.why = why
-            known.friend = False
-            self._shelve(peer, known)
+        met = self._meet(peer)
+        if met is not None:
+            met.offended(now, why)
+            self._shelve(self._shelf[peer][peer])
 
     # -- views out
 
     def avoided(self, peer: PeerId, now: float) -> float:
         """Seconds for which a peer should be left alone; 0: usable."""
-        known = self._peers.get(peer)
-        return known.avoided_s(now) if known else 0.0
+        met = self._met.get(peer)
+        return met.avoided_s(now) if met else 0.0
 
     def offence_s(self, peer: PeerId, now: float) -> float:
         """Seconds for which a peer is banned for breaking the agreement; failed calls do not count here."""
-        known = self._peers.get(peer)
-        return max(0.0, known.offending.until - now) if known and known.offending else 0.0
+        met = self._met.get(peer)
+        return met.offence_s(now) if met else 0.0
 
     def tokens_per_s(self, block: int, peer: PeerId) -> float:
         """What a holder of a block says of its speed; 0 where it is not known."""
         self._look(block)
-        known = self._peers.get(peer)
-        return known.seen.announcement.tokens_per_s if known and known.seen else 0.0
+        return self._shelf[peer][peer].announcement.tokens_per_s if peer in self._shelf else 0.0
 
     def why(self, peer: PeerId) -> str:
         """The last thing that went wrong with a peer, or ""."""
-        known = self._peers.get(peer)
-        return known.why if known else ""
+        met = self._met.get(peer)
+        return met.why if met else ""
 
     def holders(self, block: int, now: float, *, trained_only: bool = False) -> list[Member]:
         """The living holders of a block, in no meaningful order. `trained_only`: whose published state is worth taking."""
-        found = (self._view(seen, peer, now) for peer in self._living(block, now) if (seen := peer.seen) is not None)
+        found = (self._view(seen, now) for seen in self._living(block, now))
         return [member for member in found if member.trained or not trained_only]
 
     def partners(self, block: int, now: float) -> list[PeerId]:
         """The living holders of a block that train it and need not be left alone: whom to offer an exchange. In the order of `holders`."""
+        met = self._met
         return [
             seen.peer
-            for peer in self._living(block, now)
-            if (seen := peer.seen) is not None
-            and seen.announcement.phase == "training"
-            and ((peer.failing is None and peer.offending is None) or peer.avoided_s(now) <= 0)
+            for seen in self._living(block, now)
+            if seen.announcement.phase == "training" and (seen.peer not in met or met[seen.peer].avoided_s(now) <= 0)
         ]
 
     def everybody(self, now: float) -> list[Member]:
@@ -331,11 +262,10 @@ class Members:
     def choosers(self, now: float) -> list[tuple[PeerId, int]]:
         """Who says that it would hold which block, unless others are better placed (placement.py). They count for nothing else."""
         self._look_everywhere()
-        faded = ((peer.seen, name) for name, peer in self._faded.items())
         return [
-            (name, seen.announcement.block)
-            for seen, name in faded
-            if seen is not None and seen.announcement.phase == "choosing" and seen.expires_at > now
+            (seen.peer, seen.announcement.block)
+            for seen in self._faded.values()
+            if seen.announcement.phase == "choosing" and seen.expires_at > now
         ]
 
     def newest(self, block: int, now: float, reach: int = FAR_BEHIND_ROUNDS) -> tuple[int, list[PeerId]]:
@@ -372,7 +302,7 @@ class Members:
         else:
             changed = 8 * abs(known - then) > then
         if moving or changed or not 0 <= now - at < (RECOUNT_S if unread else RECOUNT_OWN_S):
-            others = [place_of(peer.seen.peer) for peer in self._living(block, now) if peer.seen is not None]
+            others = [place_of(seen.peer) for seen in self._living(block, now)]
             new = next_level(level, place_of(self.me), others)
             self._levels[block] = new, len(self._friends[block]) + len(self._strangers[block]), now, new != level
             return new
@@ -400,20 +330,21 @@ class Members:
             return [0]
         near = read(place_of(self.me), level)
         if own:
-            return list(dict.fromkeys((near[turn % len(near)], level - 1 + rng.randrange(level))))
+            shared, other = near[turn % len(near)], level - 1 + rng.randrange(level)
+            return [shared] if shared == other else [shared, other]
         if (turn + block) % 2:
             return []
         return [near[-1] if turn // 2 % 2 else level - 1 + rng.randrange(level)]
 
     # -- shelves
 
-    def _living(self, block: int, now: float) -> list[_Peer]:
-        """Who stands on a block's shelves with a record that has not ended; each has one."""
+    def _living(self, block: int, now: float) -> list[Seen]:
+        """The records that have not ended of those on a block's shelves, friends first."""
         self._look(block)
-        return [peer for shelf in (self._friends[block], self._strangers[block]) for peer in shelf.values() if peer.expires_at > now]
+        return [seen for shelf in (self._friends[block], self._strangers[block]) for seen in shelf.values() if seen.expires_at > now]
 
-    def _view(self, seen: Seen, peer: _Peer, now: float) -> Member:
-        word = seen.announcement
+    def _view(self, seen: Seen, now: float) -> Member:
+        word, met = seen.announcement, self._met.get(seen.peer)
         return Member(
             peer=seen.peer,
             block=word.block,
@@ -424,69 +355,78 @@ class Members:
             load=word.load,
             addresses=word.addresses,
             expires_at=seen.expires_at,
-            rtt_s=peer.rtt_s,
-            avoided_s=peer.avoided_s(now),
-            doubt_s=peer.failing.faded_s(now, FAILED_HALF_LIFE_S) if peer.failing else 0.0,
-            offender=peer.offending is not None and peer.offending.until > now,
+            rtt_s=met.rtt_s if met else None,
+            avoided_s=met.avoided_s(now) if met else 0.0,
+            doubt_s=met.doubt_s(now) if met else 0.0,
+            offender=met is not None and met.offence_s(now) > 0,
         )
 
-    def _met(self, peer: PeerId) -> _Peer | None:
-        """The entry of a peer that we called or that called us; None for ourselves and where there is no room."""
-        if peer == self.me:
-            return None
-        return self._peers.get(peer) or self._admit(peer, None)
+    def _meet(self, peer: PeerId) -> Met | None:
+        """What we know from meeting a peer that we called or that called us; None for ourselves and where there is no room."""
+        if peer not in self._met:
+            if peer == self.me or (peer not in self._shelf and not self._has_room()):
+                return None
+            if peer not in self._shelf:
+                self._shelve(Seen(peer, _SILENT, 0.0))
+            self._met[peer] = Met()
+        return self._met[peer]
 
-    def _admit(self, peer: PeerId, block: int | None) -> _Peer | None:
-        """A new entry, at the end of the faded until it is shelved. None if only living friends could make room for it."""
-        if len(self._peers) >= limits.MAX_MEMBERS and not self._evict():
-            return None
-        known = _Peer(self._faded, None, 0.0)
-        self._peers[peer] = self._faded[peer] = known
-        return known
-
-    def _evict(self) -> bool:
+    def _has_room(self) -> bool:
+        """Whether there is room for one more, at the cost of the oldest who is no living friend where it must be."""
+        if len(self._shelf) < limits.MAX_MEMBERS:
+            return True
         shelf = self._faded or max(self._strangers, key=len)
         if not shelf:
             return False
-        oldest = next(iter(shelf))
-        del shelf[oldest], self._peers[oldest]
+        self._forget(next(iter(shelf)))
         return True
 
-    def _shelve(self, name: PeerId, peer: _Peer) -> None:
-        """Put an entry where it now belongs, as the most recently heard of its shelf."""
-        del peer.shelf[name]
-        word = peer.seen.announcement if peer.seen else None
-        if word is None or word.phase in _NO_HOLDER:
-            peer.shelf = self._faded
+    def _forget(self, peer: PeerId) -> None:
+        del self._shelf.pop(peer)[peer]
+        self._met.pop(peer, None)
+
+    def _shelve(self, seen: Seen) -> None:
+        """Put a peer with its latest record where it now belongs, as the most recently heard of its shelf."""
+        peer, word = seen.peer, seen.announcement
+        if peer in self._shelf:
+            del self._shelf[peer][peer]
+        if word.phase in _NO_HOLDER:
+            shelf = self._faded
+        elif peer in self._met and self._met[peer].friend:
+            shelf = self._friends[word.block]
         else:
-            peer.shelf = (self._friends if peer.friend else self._strangers)[word.block]
-        peer.shelf[name] = peer
+            shelf = self._strangers[word.block]
+        self._shelf[peer] = shelf
+        shelf[peer] = seen
 
     def _sweep(self, now: float) -> None:
         """Now and then, move what expired to the faded and forget what is past remembering."""
-        full = len(self._peers) >= limits.MAX_MEMBERS
+        full = len(self._shelf) >= limits.MAX_MEMBERS
         if 0 <= now - self._swept_at < (1.0 if full else limits.TTL_S):
             return
         self._swept_at = now
+        shelves, met, faded = self._shelf, self._met, self._faded
         for shelf in (*self._friends, *self._strangers):
-            for name in _expired(shelf, now):
-                peer = shelf.pop(name)
-                if peer.stranger:
-                    del self._peers[name]
+            for peer in _expired(shelf, now) if shelf else ():
+                if peer in met:
+                    faded[peer] = shelf.pop(peer)
+                    shelves[peer] = faded
                 else:
-                    self._faded[name] = peer
-                    peer.shelf = self._faded
-        for name in [name for name, peer in self._faded.items() if peer.kept_until() <= now]:
-            del self._faded[name], self._peers[name]
+                    del shelf[peer], shelves[peer]
+        for peer in [peer for peer, seen in faded.items() if seen.expires_at <= now and not self._worth_keeping(peer, now)]:
+            self._forget(peer)
+
+    def _worth_keeping(self, peer: PeerId, now: float) -> bool:
+        return peer in self._met and self._met[peer].kept_until() > now
 
 
-def _expired(shelf: dict[PeerId, _Peer], now: float) -> list[PeerId]:
+def _expired(shelf: Shelf, now: float) -> list[PeerId]:
     """Whose records ended. They stand first, among few others, since a shelf is in the order in which its peers were last heard."""
     found: list[PeerId] = []
     living = 0
-    for name, peer in shelf.items():
-        if peer.expires_at <= now:
-            found.append(name)
+    for peer, seen in shelf.items():
+        if seen.expires_at <= now:
+            found.append(peer)
         else:
             living += 1
             if living > SWEEP_PAST:

@@ -23,6 +23,7 @@ from blocktrain.protocol.ids import NO_DIGEST, Digest
 DIM: Final = 3
 LR: Final = 0.005  # share of the way to its own optimum that a replica goes in a step
 FAR: Final = 40.0  # of the start from the optimum
+_FLOATS: Final = struct.Struct(f"<{DIM}f")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,13 @@ def digest_of(payload: bytes) -> Digest:
 
 def pack(state: Sequence[float]) -> bytes:
     """As float32; what does not fit becomes the largest number."""
-    return struct.pack(f"<{DIM}f", *(max(-3e38, min(3e38, number)) for number in state))
+    if not math.hypot(*state) <= 3e38:
+        state = [max(-3e38, min(3e38, number)) for number in state]
+    return _FLOATS.pack(*state)
 
 
 def unpack(payload: bytes) -> tuple[float, ...]:
-    return struct.unpack(f"<{DIM}f", payload)
+    return _FLOATS.unpack(payload)
 
 
 def adopted_round(trial: int, published: int) -> int:

@@ -26,6 +26,24 @@ def hops(nodes: int) -> int:
     return 1 if nodes <= BUCKET_SIZE else 1 + math.ceil(math.log2(nodes / BUCKET_SIZE))
 
 
+class _Table:
+    """What is stored under one key."""
+
+    __slots__ = ("origin", "pruned_at", "records", "whole")
+
+    def __init__(self) -> None:
+        self.records: dict[PeerId, Seen] = {}
+        self.origin: dict[PeerId, tuple[int, float]] = {}  # writer's host, and when it wrote
+        self.pruned_at = 0.0
+        self.whole: tuple[Seen, ...] | None = ()  # all records, for who reads before they change again
+
+    def prune(self, now: float) -> None:
+        self.pruned_at = now
+        for peer in [peer for peer, seen in self.records.items() if seen.expires_at + GRACE_S < now]:
+            del self.records[peer], self.origin[peer]
+            self.whole = None
+
+
 class Dht:
     """All records of a run. `nodes`, the number of DHT nodes alive, is kept by the world."""
 
@@ -33,30 +51,31 @@ class Dht:
         self.nodes = 0
         self.cut_at = 0.0  # when the partition began
         self._network = network
-        self._records: dict[Key, dict[PeerId, Seen]] = {}
-        self._origin: dict[Key, dict[PeerId, tuple[int, float]]] = {}  # writer's host, and when it wrote
-        self._pruned: dict[Key, float] = {}
+        self._tables: dict[Key, _Table] = {}
 
     def store(self, key: Key, seen: Seen, host: int, now: float) -> bool:
         """False: a record that lives as long or longer is there already."""
-        table = self._records.setdefault(key, {})
-        old = table.get(seen.peer)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = _Table()
+        old = table.records.get(seen.peer)
         if old is not None and seen.expires_at <= old.expires_at:
             return False
-        table[seen.peer] = seen
-        self._origin.setdefault(key, {})[seen.peer] = (host, now)
+        table.records[seen.peer] = seen
+        table.origin[seen.peer] = (host, now)
+        table.whole = None
         return True
 
-    def read(self, key: Key, host: int, now: float) -> list[Seen]:
+    def read(self, key: Key, host: int, now: float) -> tuple[Seen, ...]:
         """What is found under a key from this host; some of it may just have expired."""
-        table = self._records.get(key)
+        table = self._tables.get(key)
         if table is None:
-            return []
-        if now - self._pruned.get(key, 0.0) > PRUNE_S:
-            self._pruned[key] = now
-            for peer in [peer for peer, seen in table.items() if seen.expires_at + GRACE_S < now]:
-                del table[peer], self._origin[key][peer]
+            return ()
+        if now - table.pruned_at > PRUNE_S:
+            table.prune(now)
         if not self._network.split:
-            return list(table.values())
-        hosts, origin, side = self._network.hosts, self._origin[key], self._network.hosts[host].side
-        return [seen for peer, seen in table.items() if hosts[origin[peer][0]].side == side or origin[peer][1] < self.cut_at]
+            if table.whole is None:
+                table.whole = tuple(table.records.values())
+            return table.whole
+        hosts, origin, side = self._network.hosts, table.origin, self._network.hosts[host].side
+        return tuple(seen for peer, seen in table.records.items() if hosts[origin[peer][0]].side == side or origin[peer][1] < self.cut_at)

@@ -59,6 +59,7 @@ class Node:
 
     def __init__(self, world: World, who: Who, compute: Compute, clock: Clock, settings: Settings) -> None:
         self.world = world
+        self._queue = world.queue
         self.who = who
         self.number, self.peer, self.block = who.number, who.peer, who.block
         self.compute = compute
@@ -144,12 +145,14 @@ class Node:
 
     def later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         """Call it in this life of the process."""
-        queue = self.world.queue
-        queue.at(queue.now + delay_s, self, call, *args)
+        self._queue.at(self._queue.now + delay_s, self, call, *args)
 
     def read_clock(self) -> float:
         """This node's clock, which never goes back."""
-        self.last_read_now = now = max(self.last_read_now, self.clock.read(self.world.queue.now))
+        now = self.clock.read(self._queue.now)
+        if now < self.last_read_now:
+            return self.last_read_now
+        self.last_read_now = now
         return now
 
     # ---- as checkers see it (checkers/scene.py) ---------------------------------------------------------------------------------
@@ -204,12 +207,12 @@ class Node:
         self._plan_tick()
 
     def decide(self, fact: f.Fact) -> list[f.Decision]:
-        world = self.world
-        if world.trace is not None:
-            world.trace.fact(self, fact)
+        trace = self.world.trace
+        if trace is None:
+            return self.core.handle(fact, self.read_clock())
+        trace.fact(self, fact)
         decisions = self.core.handle(fact, self.read_clock())
-        if world.trace is not None:
-            world.trace.decisions(self, decisions)
+        trace.decisions(self, decisions)
         return decisions
 
     def carry_out(self, decision: f.Decision) -> None:
@@ -248,7 +251,7 @@ class Node:
         wake = self.core.wake_at()
         if wake < self._tick_at:
             self._tick_at = wake
-            queue = self.world.queue
+            queue = self._queue
             queue.at(max(queue.now + MIN_TICK_S, self.clock.true(wake) + 1e-5), self, self._tick, wake)
 
     def _tick(self, planned: float) -> None:
@@ -328,7 +331,7 @@ class Node:
             for bucket in buckets[1:]:
                 records += dht.read((block, bucket), number, now)
             count += len(records)
-            for decision in self.decide(f.Saw(block, tuple(records))):
+            for decision in self.decide(f.Saw(block, records)):
                 self.carry_out(decision)
         self.traffic.read_bytes += RECORD_BYTES * count
         if self._orders:

@@ -172,6 +172,7 @@ def withdraw(node: Node, exchange: bytes) -> None:
     if side is not None:
         side.stage = "over"
         _tell_other_of_end(side)
+        _drop(side.talk)
 
 
 # ---- both sides -----------------------------------------------------------------------------------------------------------------
@@ -277,6 +278,7 @@ def _end(side: Side, result: Result) -> None:
     node.talks.pop(side.exchange.id, None)
     if not told:
         _tell_other_of_end(side)
+    _drop(side.talk)
     peer = node.world.by_peer[side.exchange.peer]
     for watcher in node.world.watchers.ended_exchange:
         watcher(node, peer, result)
@@ -310,6 +312,12 @@ def _tell_other_of_end(side: Side) -> None:
         _pass(side.node, other.node, _silence, other, "the stream ended", extra_s=EOF_S)
 
 
+def _drop(talk: Talk) -> None:
+    """Where both sides are over they let go of each other: nobody collects cycles while a large world runs."""
+    if all(side is None or side.stage == "over" for side in (talk.offerer, talk.responder)):
+        talk.offerer = talk.responder = None
+
+
 def _pass(node: Node, to: Node, call: Callable[..., None], *args: Any, extra_s: float = 0.0) -> None:
     """A message, or a stream's end, on its way; nothing arrives across a cut."""
     network = node.world.network
@@ -326,6 +334,7 @@ def died(node: Node) -> None:
             stall(side)
         else:
             _tell_other_of_end(side)
+        _drop(side.talk)
 
 
 def stalled(node: Node) -> None:
