@@ -101,7 +101,7 @@ def _remedy(table: Mapping[str, Any]) -> str:
             if key not in known:
                 close = difflib.get_close_matches(key, known, n=1)
                 return f"; did you mean {close[0]}?" if close else "; remove it, or see the recipe `tiny` for a complete file"
-        missing = [key for key in known if key not in given and key != manifest.OPTIONAL]
+        missing = [key for key in known if key not in given and key not in manifest.OPTIONAL]
         if missing:
             return _to_add(prefix, missing[0], example)
     return ""

@@ -43,7 +43,13 @@ def parameters(manifest: Manifest) -> int:
     width, layers, vocabulary = manifest.model.width, manifest.model.layers, manifest.model.vocabulary
     tables = 2 * vocabulary * width + _WINDOW_OFFSETS * width + width
     noise = width * width + _TIME * _FREQUENCIES + _TIME + width * _TIME + width
-    return tables + noise + layers * (12 * width * width + 2 * width)
+    grams = manifest.grams.rows * manifest.grams.row_width + width * _found(manifest)
+    return tables + noise + grams + layers * (12 * width * width + 2 * width)
+
+
+def _found(manifest: Manifest) -> int:
+    """Numbers that n-grams' rows hold together at one position."""
+    return max(0, manifest.grams.longest - 1) * manifest.grams.row_width
 
 
 def needs(manifest: Manifest, codec: str = "bf16") -> Needs:
@@ -65,7 +71,7 @@ def needs(manifest: Manifest, codec: str = "bf16") -> Needs:
 def training_flops(manifest: Manifest) -> float:
     """Floating-point operations of training on one token: six a parameter in matrices (forward, and twice that backward), and attention."""
     model = manifest.model
-    matrices = model.layers * 12 * model.width**2 + model.vocabulary * model.width
+    matrices = model.layers * 12 * model.width**2 + (model.vocabulary + _found(manifest)) * model.width
     attention = model.layers * 2 * model.context * model.width  # scores and their use, half of them masked
     return 6.0 * (matrices + attention / 2)
 

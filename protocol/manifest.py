@@ -1,7 +1,8 @@
 """The manifest: what makes two states comparable, and nothing else. Its digest is the run id.
 
-Model shape, number of blocks, objective and σ partition, tokenizer, seed, the optimiser and the outer step, and the learning-rate schedule
-by round. What a node chooses for itself (codec, topology, deadline, device, data) is not here: nodes that differ in it can still average.
+Model shape, number of blocks, objective and σ partition, tokenizer, seed, n-grams, the optimiser and the outer step, and the
+learning-rate schedule by round. What a node chooses for itself (codec, topology, deadline, device, data) is not here: nodes that differ in
+it can still average.
 A manifest travels as canonical msgpack; a joiner fetches it from any announcer and checks the digest.
 """
 
@@ -23,7 +24,7 @@ from blocktrain.protocol.schema import Bool, Choice, Float, Int, Table, Text
 FORMAT: Final = 1
 OBJECTIVES: Final = ("evidence", "diffusionblocks", "autoregressive")
 OUTER_STEPS: Final = ("mean", "noloco", "nesterov")
-OPTIONAL: Final = "averaging"  # the one table that may be left out, and is where it says nothing new: older runs keep their digest
+OPTIONAL: Final = ("averaging", "grams")  # tables that may be left out, and are where they say nothing new: older runs keep their digest
 SIGMA_DEVIATIONS: Final = 2.0  # `diffusionblocks`: ln σ is normal, cut at so many deviations, which are sigma_low and sigma_high
 _TOKENIZER_FILE: Final = re.compile("sha256:[0-9a-f]{64}")
 
@@ -93,6 +94,15 @@ class Averaging:
 
 
 @dataclass(frozen=True)
+class Grams:
+    """Hashed n-grams of tokens that every block reads beside the tokens (node/compute/grams.py). Left out: none, and `rows` is 0."""
+
+    longest: int = schema.field(Int(2, 8), 0)  # n-grams of 2 … longest tokens
+    rows: int = schema.field(Int(16, 2**26), 0)  # of the table that all lengths share
+    row_width: int = schema.field(Int(1, 4096), 0)  # numbers in a row
+
+
+@dataclass(frozen=True)
 class Manifest:
     """One run. Build it with `from_table`, read it from a peer with `from_bytes`."""
 
@@ -107,11 +117,13 @@ class Manifest:
     schedule: Schedule = schema.field(Table(Schedule))
     optimizer: Optimizer = schema.field(Table(Optimizer))
     averaging: Averaging = schema.field(Table(Averaging), Averaging())
+    grams: Grams = schema.field(Table(Grams), Grams())
 
     def to_bytes(self) -> bytes:
         table = schema.encode(self)
-        if self.averaging == Averaging():
-            del table[OPTIONAL]
+        for name, nothing in _left_out().items():
+            if getattr(self, name) == nothing:
+                del table[name]
         return wire.pack(table)
 
     @property
@@ -138,11 +150,11 @@ class Manifest:
 
 
 def from_table(table: Mapping[str, object]) -> Manifest:
-    """A manifest from a parsed run.toml: every key of the format present (but for the table `OPTIONAL`), none unknown.
+    """A manifest from a parsed run.toml: every key of the format present (but for the tables `OPTIONAL`), none unknown.
 
     Raises: Malformed: the field and what is allowed.
     """
-    manifest = schema.decode(Manifest, {OPTIONAL: Averaging(), **table}, strict=True)
+    manifest = schema.decode(Manifest, {**_left_out(), **table}, strict=True)
     _check(manifest)
     return manifest
 
@@ -161,6 +173,11 @@ def from_bytes(data: bytes, run: RunId | None = None) -> Manifest:
     if manifest.to_bytes() != data:
         raise Malformed("the manifest is not in canonical form")
     return manifest
+
+
+def _left_out() -> dict[str, object]:
+    """The tables of `OPTIONAL` as they are where a manifest does not have them."""
+    return dict(zip(OPTIONAL, (Averaging(), Grams()), strict=True))
 
 
 def _check(manifest: Manifest) -> None:

@@ -17,6 +17,7 @@ from typing import Final
 
 import torch
 
+from blocktrain.protocol.manifest import Grams
 from blocktrain.swarm_sim.bench_quality import Settings
 from blocktrain.swarm_sim.benches import Bench, Session
 from blocktrain.swarm_sim.lab import cells, pool, presets, scoring
@@ -25,21 +26,22 @@ from blocktrain.swarm_sim.lab.train import Result, folder
 
 STEPS: Final = 500
 BRIEF_STEPS: Final = 40
-BUCKETS: Final = 8192  # of hashed n-grams, for each order
 
 
 @dataclass(frozen=True)
 class Idea:
     """Switches, and what of it plain blocks and the deep stack can have: all of it, or nothing."""
 
-    switches: Switches
+    switches: Switches = Switches()
     coupled: bool = False  # blocks learn beside each other, so only a chain can have it
+    grams: Grams | None = None  # other tables of n-grams than the size's own
 
 
 IDEAS: Final = {
-    "recipe": Idea(Switches()),
+    "recipe": Idea(),
+    "no_grams": Idea(grams=Grams()),
+    "large_grams": Idea(grams=Grams(longest=6, rows=5 * 8192, row_width=128)),
     "same_order": Idea(Switches(same_order=True)),
-    "grams": Idea(Switches(grams=BUCKETS)),
     "muon": Idea(Switches(muon=True)),
     "distill": Idea(Switches(distill=0.5), coupled=True),
     "upstream": Idea(Switches(upstream=0.15), coupled=True),
@@ -98,11 +100,12 @@ class _Ideas:
     def specs(self, idea: Idea, seed: int) -> tuple[list[Spec], list[Spec], list[Spec]]:
         """Chain, control and reference."""
         shared = Switches() if idea.coupled else idea.switches
-        ours = cells.chain(self.size, self.steps, seed, switches=idea.switches)
+        size = replace(self.size, tables=idea.grams)
+        ours = cells.chain(size, self.steps, seed, switches=idea.switches)
         if idea.coupled:
-            ours = [cells.coupled(self.size, self.steps, seed, idea.switches)]
-        plain = cells.chain(self.size, self.steps, seed, objective="autoregressive", switches=shared)
-        return ours, plain, [cells.reference(self.size, self.steps, seed, replace(shared, same_order=False))]
+            ours = [cells.coupled(size, self.steps, seed, idea.switches)]
+        plain = cells.chain(size, self.steps, seed, objective="autoregressive", switches=shared)
+        return ours, plain, [cells.reference(size, self.steps, seed, replace(shared, same_order=False))]
 
     def reading(self, idea: Idea, chain: Sequence[Result], *, tail: bool = False) -> scoring.Reading:
         blocks = scoring.blocks_of(chain, tail=tail)

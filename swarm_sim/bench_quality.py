@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from blocktrain.node.compute.flat import count, shapes_of
+from blocktrain.protocol.manifest import Grams
 from blocktrain.swarm_sim.benches import Bench, Session
 from blocktrain.swarm_sim.lab import cells, judge, pool, presets, scoring, tables, vocabulary
 from blocktrain.swarm_sim.lab.ngram import ByteNgram
@@ -47,7 +48,7 @@ BRIEF_WINDOWS: Final = 96
 SHORT_SHARE: Final = 4  # tables and the large vocabulary train a quarter of the steps
 PROMPTS: Final = 32
 GIB: Final = 2**30
-PAPER: Final = presets.PRESETS["paper"]
+PAPER: Final = replace(presets.PRESETS["paper"], tables=Grams())  # which has no n-grams
 
 CORE: Final = (
     "gap_mean", "gap_spread", "gap_seeds", "control_gap", "control_gap_spread", "chain_minus_control", "chain_ce", "chain_mixture_ce",

@@ -3,7 +3,8 @@
 Both sides run in this process on one thread and take turns, a few steps each, so that a machine that slows down slows both; the order
 within a pair alternates. A ratio is that of processor times (of wall times in `*_wall`), the median of all pairs; above 1, ours is faster.
 The plain loop (lab/plain.py) trains next-byte prediction, and `ratio` is that of our trainer on the same objective, `autoregressive`; in
-`ratio_evidence` it trains the default one, which draws and reads noise as well.
+`ratio_evidence` it trains the default one, which draws and reads noise as well. None of these has n-grams; `ratio_grams` is what they
+cost: the default objective's time without them by that with them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from blocktrain.node.compute.device import Mover
 from blocktrain.node.compute.trainer import Trainer
 from blocktrain.node.data import TokenStream
-from blocktrain.protocol.manifest import Manifest
+from blocktrain.protocol.manifest import Grams, Manifest
 from blocktrain.swarm_sim.benches import Bench, Session
 from blocktrain.swarm_sim.lab import presets, scoring
 from blocktrain.swarm_sim.lab.plain import PlainLoop
@@ -33,7 +34,8 @@ DATA: Final = ("builtin",)
 PARTS: Final = {
     "speed": (
         "ratio", "ratio_low", "ratio_high", "ratio_wall", "ratio_evidence", "ratio_evidence_wall", "pairs", "tokens_per_s",
-        "tokens_per_s_evidence", "tokens_per_s_torch", "cpu_ms_step", "cpu_ms_step_evidence", "cpu_ms_step_torch",
+        "tokens_per_s_evidence", "tokens_per_s_torch", "cpu_ms_step", "cpu_ms_step_evidence", "cpu_ms_step_torch", "ratio_grams",
+        "cpu_ms_step_grams",
     ),
     "memory": (
         "parameters", "adamw_bytes", "train_bytes", "activation_bytes", "activation_bytes_recompute", "activation_bytes_accumulate",
@@ -78,13 +80,15 @@ def a_trainer(manifest: Manifest) -> Trainer:
 
 
 def speed(size: presets.Preset, pairs: int) -> Mapping[str, object]:
-    """All three loops, in turn."""
+    """All four loops, in turn."""
     torch.set_num_threads(1)
-    run = presets.manifest(size, "evidence", 1000, 0)
+    whole = presets.manifest(size, "evidence", 1000, 0)
+    run = replace(whole, grams=Grams())
     corpus = scoring.corpus_of(DATA, run.model.context)
     text = torch.from_numpy(corpus.train.read(0, len(corpus.train)).astype("u1"))
-    steps = (a_trainer(run).step, a_trainer(replace(run, objective="autoregressive")).step, PlainLoop(run, text).step)
-    evidence, plain, bare = sides = [Side(step, [], []) for step in steps]
+    plainly = replace(run, objective="autoregressive")
+    steps = (a_trainer(whole).step, a_trainer(run).step, a_trainer(plainly).step, PlainLoop(run, text).step)
+    grams, evidence, plain, bare = sides = [Side(step, [], []) for step in steps]
     for side in sides:
         for _ in range(WARM_UP_STEPS):
             side.step()
@@ -113,6 +117,8 @@ def speed(size: presets.Preset, pairs: int) -> Mapping[str, object]:
         "cpu_ms_step": 1000 * median(plain.cpu_s),
         "cpu_ms_step_evidence": 1000 * median(evidence.cpu_s),
         "cpu_ms_step_torch": 1000 * median(bare.cpu_s),
+        "ratio_grams": median(without / with_them for without, with_them in zip(evidence.cpu_s, grams.cpu_s, strict=True)),
+        "cpu_ms_step_grams": 1000 * median(grams.cpu_s),
     }
 
 

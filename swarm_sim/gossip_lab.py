@@ -32,7 +32,7 @@ from blocktrain.protocol.acceptance import Measures
 from blocktrain.protocol.errors import PeerFault
 from blocktrain.protocol.exchange import shares, tokens_per_round
 from blocktrain.protocol.ids import PeerId
-from blocktrain.protocol.manifest import Averaging, Manifest, Model
+from blocktrain.protocol.manifest import Averaging, Grams, Manifest, Model
 
 CHECK_WINDOWS: Final = 8  # of the check on a merge: as in a node, 512 tokens
 HELDOUT_WINDOWS: Final = 64
@@ -186,6 +186,7 @@ class Lab:
             own, theirs = (payloads[0], payloads[1]) if mine is first else (payloads[1], payloads[0])
             reads = coder.reader(own, size, reference), coder.reader(theirs, size, reference)
             merge = combine(*reads, mine.published, parts, mine_first=mine is first)
+            assert merge.state is not None
             finite = math.isfinite(merge.distance)
             before = self.loss(coder.decode(own, size, reference), self.check) if finite else None
             after = self.loss(merge.state, self.check) if finite else None
@@ -255,6 +256,7 @@ def manifest_of(setting: Setting) -> Manifest:
         schedule=replace(base.schedule, steps_per_round=setting.every, planned_rounds=setting.steps // setting.every),
         optimizer=replace(base.optimizer, batch=8),
         averaging=Averaging("mean" if setting.outer == LO_FI else setting.outer),
+        grams=Grams(),  # averaging is what is measured
     )
 
 

@@ -31,7 +31,7 @@ from blocktrain.protocol import limits
 from blocktrain.protocol.facts import Ended, Fact, SendOffer, Take
 from blocktrain.protocol.handshake import Greeting
 from blocktrain.protocol.ids import Digest, PeerId
-from blocktrain.protocol.manifest import Manifest, Model
+from blocktrain.protocol.manifest import Grams, Manifest, Model
 from blocktrain.protocol.messages import EXCHANGE, Lane, Offer
 from blocktrain.swarm_sim.leash import end_with_parent
 
@@ -50,7 +50,7 @@ def manifest_of(width: int, layers: int) -> Manifest:
     base = recipe_file.load_recipe("tiny")
     model = Model(width=width, layers=layers, heads=4, context=128, vocabulary=256)
     # Small steps: a partner that does not train has no way of its own, by which it could tell how far is plausible.
-    return replace(base, name="gossip", model=model, schedule=replace(base.schedule, learning_rate=LEARNING_RATE))
+    return replace(base, name="gossip", model=model, grams=Grams(), schedule=replace(base.schedule, learning_rate=LEARNING_RATE))
 
 
 class Noise:

@@ -41,6 +41,8 @@ SMALLER = {
     "width = 128": "width = 32",
     "layers = 2": "layers = 1",
     "context = 128": "context = 32",
+    "rows = 16384": "rows = 64",
+    "row_width = 24": "row_width = 4",
     "batch = 8": "batch = 2",
     "steps_per_round = 20": f"steps_per_round = {STEPS}",
 }

@@ -26,7 +26,7 @@ from blocktrain.node.runtime import Runtime, wall_clock
 from blocktrain.node.status import Status
 from blocktrain.protocol.handshake import Greeting
 from blocktrain.protocol.ids import PeerId, peer_id_of_key
-from blocktrain.protocol.manifest import Manifest
+from blocktrain.protocol.manifest import Grams, Manifest
 from blocktrain.protocol.messages import INFO
 from tests.conftest import MakeNet
 from tests.swarm_kit import Nodes, until
@@ -76,7 +76,8 @@ def test_the_reckoned_parameters_are_those_of_the_real_block(width: int, layers:
     from blocktrain.node.compute.model import Block
 
     manifest = with_sizes(load_recipe("tiny"), width, layers, heads)
-    assert sizes.parameters(manifest) == sum(parameter.numel() for parameter in Block(manifest, 0).parameters())
+    for run in (manifest, dataclasses.replace(manifest, grams=Grams())):
+        assert sizes.parameters(run) == sum(parameter.numel() for parameter in Block(run, 0).parameters())
 
 
 def test_every_ready_recipe_has_its_needs_in_the_right_order() -> None:

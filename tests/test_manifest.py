@@ -65,7 +65,7 @@ OTHERS: dict[str, object] = {
     "schedule.floor": 0.2,
     "optimizer.batch": 16, "optimizer.accumulate": 2, "optimizer.beta1": 0.8, "optimizer.beta2": 0.99, "optimizer.weight_decay": 0.0,
     "optimizer.clip": 2.0, "optimizer.warmup_steps": 0, "optimizer.recompute": True,
-    "averaging": {"outer": "noloco"},
+    "averaging": {"outer": "noloco"}, "grams": {"longest": 6, "rows": 4096, "row_width": 24},
 }  # fmt: skip
 
 
@@ -116,6 +116,22 @@ def test_a_plain_mean_is_the_same_run_whether_it_is_said_or_not() -> None:
         manifest.from_table({**table(), "averaging": {"outer": "median"}})
 
 
+def test_ngrams_are_another_run_and_leaving_them_out_is_the_old_one() -> None:
+    wanted = {"longest": 6, "rows": 4096, "row_width": 24}
+    run = manifest.from_table({**table(), "grams": wanted})
+    assert run.run.hex() != FROZEN_RUN
+    assert manifest.from_bytes(run.to_bytes(), run.run) == run
+    assert (
+        len({manifest.from_table({**table(), "grams": {**wanted, key: value + 1}}).run for key, value in wanted.items()} | {run.run}) == 4
+    )
+    assert manifest.from_table(table()).grams.rows == 0
+    with pytest.raises(Malformed, match=r"^missing key grams\.rows$"):
+        manifest.from_table({**table(), "grams": {"longest": 6, "row_width": 24}})
+    for key, value in (("rows", 0), ("rows", 2**26 + 1), ("longest", 1), ("longest", 9), ("row_width", 0)):
+        with pytest.raises(Malformed, match=rf"^grams.{key} is {value}; it must be "):
+            manifest.from_table({**table(), "grams": {**wanted, key: value}})
+
+
 def test_the_order_of_keys_and_whole_numbers_for_fractions_do_not_matter() -> None:
     shuffled = {key: dict(reversed(value.items())) if isinstance(value, dict) else value for key, value in reversed(table().items())}
     shuffled["noise"]["sigma_high"] = 4
@@ -138,7 +154,9 @@ def test_every_field_has_a_part_in_the_digest() -> None:
     digests |= {manifest.from_table(each).run.hex() for each in (tokens, wider)}
     assert len(digests) == len(OTHERS) + 3
     leaves = {name for name in names() if name not in ("model", "noise", "schedule", "optimizer")}
-    assert leaves | {"averaging"} == set(OTHERS) | {"format", "tokenizer", "model.vocabulary"}, "a new field needs another value here"
+    assert leaves | set(manifest.OPTIONAL) == set(OTHERS) | {"format", "tokenizer", "model.vocabulary"}, (
+        "a new field needs another value here"
+    )
 
 
 @pytest.mark.parametrize("name", list(names()))

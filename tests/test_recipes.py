@@ -59,6 +59,7 @@ def test_the_smallest_recipe_is_that_of_the_laptop() -> None:
     schedule = run.schedule
     assert (schedule.steps_per_round, schedule.warmup_rounds, schedule.planned_rounds) == (20, 3, 60)
     assert (schedule.learning_rate, schedule.floor) == (4e-3, 0.1)
+    assert (run.grams.longest, run.grams.rows, run.grams.row_width) == (6, 2**14, 24)
     optimizer = run.optimizer
     assert (optimizer.batch, optimizer.clip, optimizer.beta1, optimizer.beta2) == (8, 1.0, 0.9, 0.95)
     assert (optimizer.weight_decay, optimizer.warmup_steps, optimizer.accumulate) == (0.05, 20, 1)

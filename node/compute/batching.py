@@ -33,7 +33,10 @@ def forward_each(block: Block, tokens_RN: Tensor, caches: Sequence[Cache], want:
         torch.ones(positions, begin + positions, dtype=torch.bool, device=tokens_RN.device).tril(begin) if begin and positions > 1 else None
         for begin in begins
     ]
-    h_RND = F.embedding(tokens_RN, block.embedding)
+    said_RS = None
+    if block.grams is not None:
+        said_RS = torch.cat([cache.said(tokens_RN[row : row + 1]) for row, cache in enumerate(caches)])
+    h_RND = block.embed(tokens_RN, None, said_RS)
     for number, module in enumerate(block.layers):
         layer = cast(Layer, module)
         qkv = F.linear(_norm(h_RND, layer.norm_in), layer.qkv)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from blocktrain.node.compute.grams import PROJECTION_GAIN, Grams
 from blocktrain.protocol.manifest import Manifest
 
 MAX_WINDOW: Final = 64  # positions of the longest noisy window; the first is clean, so offsets end at MAX_WINDOW - 1
@@ -46,7 +47,7 @@ class Noisy:
         z_MD: the noisy targets.
         sigma_M: their σ.
         offset_M: int64, 0 where the position's own token is known; k where it is unknown and the last known one is k positions
-            before, inside this pass, k < MAX_WINDOW. The token at an unknown position is never read.
+            before, inside this pass, k < MAX_WINDOW. The token at an unknown position is never read; none that is known follows it.
     """
 
     at_M: Tensor
@@ -70,7 +71,7 @@ class Noisy:
 
 
 class Cache:
-    """Keys and values of the positions that a text already has, preallocated for `capacity` positions.
+    """Keys, values and tokens of the positions that a text already has, preallocated for `capacity` positions.
 
     The next pass continues at position `length`. Cutting back is `truncate`: rejected drafts and noisy positions leave nothing behind.
     """
@@ -85,6 +86,14 @@ class Cache:
         ]
         self.rows = rows
         self.length = 0
+        self._reach = block.grams.reach if block.grams is not None else 0
+        self._said = torch.zeros(rows, self._reach + self.capacity, dtype=torch.int64, device=weight.device)
+
+    def said(self, tokens_RN: Tensor) -> Tensor:
+        """Note the tokens of the pass that begins at `length`: they, and the few they follow, as `Grams.rows_of` takes them."""
+        end = self.length + tokens_RN.shape[1] + self._reach
+        self._said[:, self.length + self._reach : end] = tokens_RN + 1
+        return self._said[:, self.length : end]
 
     @property
     def nbytes(self) -> int:
@@ -156,6 +165,7 @@ class Block(nn.Module):
         self.time_in_bias = nn.Parameter(torch.empty(_TIME_WIDTH))
         self.time_out = nn.Parameter(torch.empty(width, _TIME_WIDTH))
         self.time_out_bias = nn.Parameter(torch.empty(width))
+        self.grams = Grams(manifest, block) if manifest.grams.rows else None
         self.layers = nn.ModuleList([Layer(width, model.heads) for _ in range(model.layers)])
         self.norm_out = nn.Parameter(torch.empty(width))
         self.head = nn.Parameter(torch.empty(width if self.literal else model.vocabulary, width))
@@ -210,7 +220,7 @@ class Block(nn.Module):
             raise ValueError(f"{end} positions do not fit a context of {self.context}")
         if self.literal:
             noisy = self._everywhere(noisy, tokens_RN.shape[0], begin, end)
-        h_RND = self.embed(tokens_RN, noisy)
+        h_RND = self.embed(tokens_RN, noisy, cache.said(tokens_RN) if cache is not None and self.grams is not None else None)
         cos, sin = self.rope_cos[begin:end], self.rope_sin[begin:end]
         if cache is None:
             h_RND = self._trunk(h_RND, cos, sin)
@@ -223,23 +233,33 @@ class Block(nn.Module):
             cache.length = end
         return self._logits(h_RND, noisy, positions if want is None else want)
 
-    def embed(self, tokens_RN: Tensor, noisy: Noisy | None) -> Tensor:
-        """What the first layer reads, [R, N, D]: the token, or what is known instead of it, and z."""
-        if noisy is None:
-            return F.embedding(tokens_RN, self.embedding)
+    def embed(self, tokens_RN: Tensor, noisy: Noisy | None, said_RS: Tensor | None = None) -> Tensor:
+        """What the first layer reads, [R, N, D]: the token and its n-grams, or the last known ones instead of them, and z.
+
+        `said_RS`: where texts do not begin here, the tokens with those that they follow (`Cache.said`), for n-grams.
+        """
         rows, positions = tokens_RN.shape
-        flat = tokens_RN.reshape(-1)
-        flat = flat.index_copy(0, noisy.at_M, flat[noisy.at_M - noisy.offset_M])
-        sigma_M1 = noisy.sigma_M[:, None]
-        angle = (sigma_M1.log() / 4) * self.frequencies
+        known_M = None
+        if noisy is not None:
+            known_M = torch.arange(rows * positions, device=tokens_RN.device).index_copy(0, noisy.at_M, noisy.at_M - noisy.offset_M)
+        read = tokens_RN.reshape(-1)
+        h = F.embedding(read if known_M is None else read[known_M], self.embedding)
+        if self.grams is not None:
+            rows_MO = self.grams.rows_of(self.grams.said(tokens_RN) if said_RS is None else said_RS).flatten(0, 1)
+            h = h + self.grams(rows_MO if known_M is None else rows_MO[known_M])
+        if noisy is not None:
+            h = h.index_add(0, noisy.at_M, self._noise(noisy))
+        return h.view(rows, positions, self.width)
+
+    def _noise(self, noisy: Noisy) -> Tensor:
+        """What z and its σ, and the distance of an unknown position, add: [M, D]."""
+        angle = (noisy.sigma_M[:, None].log() / 4) * self.frequencies
         time = F.silu(F.linear(torch.cat((angle.cos(), angle.sin()), dim=1), self.time_in, self.time_in_bias))
         added = F.linear(time, self.time_out, self.time_out_bias)
         data_variance = SIGMA_DATA**2 if self.literal else 1 / self.width
-        added = added + F.linear(noisy.z_MD * (sigma_M1.square() + data_variance).rsqrt(), self.noise_in)
+        added = added + F.linear(noisy.z_MD * (noisy.sigma_M[:, None].square() + data_variance).rsqrt(), self.noise_in)
         unknown = (noisy.offset_M > 0)[:, None]
-        added = added + unknown * F.embedding((noisy.offset_M - 1).clamp(min=0), self.offset)
-        h = F.embedding(flat, self.embedding).index_add(0, noisy.at_M, added)
-        return h.view(rows, positions, self.width)
+        return added + unknown * F.embedding((noisy.offset_M - 1).clamp(min=0), self.offset)
 
     def use_compile(self) -> None:
         """Use torch.compile for passes without a cache. Takes tens of seconds at the first pass, then saves a third."""
@@ -296,19 +316,21 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
-        """Matrices: variance 1/inputs, residual outputs 1/√(2 L) smaller; norms 1; what reads noise starts silent."""
+        """Matrices: variance 1/inputs, residual outputs 1/√(2 L) smaller; norms 1; what reads noise, and n-grams, starts silent."""
         residual = 1 / math.sqrt(2 * len(self.layers))
         embedding = min(1.0, len(self.layers) / FULL_EMBEDDING_LAYERS)
         for name, parameter in self.named_parameters():
             last = name.rsplit(".", 1)[-1]
             if last.startswith("norm"):
                 parameter.fill_(1)
-            elif last in ("noise_in", "offset", "time_in_bias", "time_out", "time_out_bias"):
+            elif last in ("noise_in", "offset", "time_in_bias", "time_out", "time_out_bias", "table"):
                 parameter.zero_()
             else:
                 scale = embedding if last == "embedding" else 1 / math.sqrt(parameter.shape[1])
                 if last in ("out", "down"):
                     scale *= residual
+                if last == "project" and self.grams is not None:
+                    scale = PROJECTION_GAIN * embedding / math.sqrt(self.grams.table.shape[1])
                 owner = "shared" if self.literal and last == "embedding" else self.block
                 values = normal(f"{seed}/{owner}/{name}", parameter.numel())
                 parameter.copy_(torch.from_numpy((values * scale).astype(np.float32)).view_as(parameter))

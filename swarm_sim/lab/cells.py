@@ -28,8 +28,9 @@ def coupled(size: Preset, steps: int, seed: int, switches: Switches) -> Spec:
 
 
 def reference(size: Preset, steps: int, seed: int, switches: Switches = RECIPE) -> Spec:
-    """One stack as deep as all blocks together, trained end to end on as many bytes as each block, in the order of block 0."""
-    whole = Preset(size.width, size.layers * size.blocks, 1)
+    """One stack as deep as all blocks together, with a table as large as all of theirs; end to end, on as many bytes as each block."""
+    tables = replace(size.grams, rows=size.grams.rows * size.blocks)
+    whole = Preset(size.width, size.layers * size.blocks, 1, tables)
     return Spec(f"reference, seed {seed}", manifest(whole, "autoregressive", steps, seed), (Member(0),), steps, switches)
 
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from blocktrain.node.compute.flat import count, shapes_of
 from blocktrain.protocol.errors import UsageError
-from blocktrain.protocol.manifest import FORMAT, Manifest, Model, Noise, Optimizer, Schedule
+from blocktrain.protocol.manifest import FORMAT, Grams, Manifest, Model, Noise, Optimizer, Schedule
 
 WARMUP_STEPS: Final = 100
 TRAIN_BYTES_PER_PARAMETER: Final = 16  # float32: parameter, gradient, two moments
@@ -21,11 +21,12 @@ _DIAL: Final = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 @dataclass(frozen=True)
 class Preset:
-    """The dial: d, L and B."""
+    """The dial: d, L and B. `tables`: n-grams other than the dial's own (`Grams()`: none)."""
 
     width: int
     layers: int
     blocks: int
+    tables: Grams | None = None
 
     @property
     def heads(self) -> int:
@@ -45,6 +46,16 @@ class Preset:
     def accumulate(self) -> int:
         """Parts of a batch, so that activations stay small beside the parameters."""
         return 1 if self.width <= 512 else 16 if self.width <= 1536 else 64
+
+    @property
+    def grams(self) -> Grams:
+        """N-grams of 2 to 6 bytes: a table nearly as large as a narrow block, and a small part of a wide one."""
+        if self.tables is not None:
+            return self.tables
+        rows, width = (
+            (1024, 8) if self.width < 128 else (2**14, 24) if self.width == 128 else (2**16, 24) if self.width <= 512 else (2**18, 64)
+        )
+        return Grams(longest=6, rows=rows, row_width=width)
 
     @property
     def learning_rate(self) -> float:
@@ -102,6 +113,7 @@ def manifest(size: Preset, objective: str, steps: int, seed: int, *, sigma: tupl
         optimizer=Optimizer(
             batch=size.batch, accumulate=size.accumulate, beta1=0.9, beta2=0.95, weight_decay=0.05, clip=1.0, warmup_steps=0
         ),
+        grams=size.grams,
     )
 
 

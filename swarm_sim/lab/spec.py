@@ -7,9 +7,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from blocktrain.protocol.manifest import Averaging, Manifest
+from blocktrain.protocol.manifest import Manifest
 
-VERSION: Final = 2  # raise it when the same spec trains to something else: kept results are then not used
+VERSION: Final = 3  # raise it when the same spec trains to something else: kept results are then not used
 GENSIM: Final = ("gensim",)
 
 
@@ -30,7 +30,6 @@ class Member:
 class Switches:
     """What research changes in a block; the defaults are the recipe."""
 
-    grams: int = 0  # buckets of hashed byte n-grams per order, added to the embedding; 0: none
     muon: bool = False  # Muon instead of AdamW for the layers' matrices
     true_noise: bool = False  # every position carries z, and its own token is known
     upstream: float | None = None  # read the block before's belief; the share of sequences where it is dropped
@@ -74,8 +73,6 @@ class Spec:
         table = asdict(self)
         del table["label"]
         del table["manifest"]["optimizer"]["recompute"]  # the result is the same
-        if self.manifest.averaging == Averaging():  # as it was before there was another
-            del table["manifest"]["averaging"]
         for member in table["members"]:
             if not member["data"]:
                 del member["data"]

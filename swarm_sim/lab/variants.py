@@ -24,36 +24,7 @@ from blocktrain.node.compute.trainer import Trainer
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.swarm_sim.lab.spec import Switches
 
-GRAM_ORDERS: Final = (2, 3, 4, 5, 6)  # bytes in a hashed n-gram, the current one included
 MUON_MOMENTUM: Final = 0.95
-_GRAM_FACTOR: Final = 1_000_003
-
-
-class GramBlock(Block):
-    """Adds an embedding of the last n bytes to each position's, by hash, for several n (as in the Byte Latent Transformer, 2412.09871)."""
-
-    buckets = 0  # set by `model_of`
-
-    def __init__(self, manifest: Manifest, block: int, *, initial: bool = True) -> None:
-        super().__init__(manifest, block, initial=initial)
-        self.grams = nn.Parameter(torch.zeros(len(GRAM_ORDERS) * self.buckets, self.width))
-
-    def embed(self, tokens_RN: Tensor, noisy: Noisy | None) -> Tensor:
-        h_RND = super().embed(tokens_RN, noisy)
-        known_RN = tokens_RN
-        if noisy is not None:  # an unknown byte must not be looked at: the last known one stands in, as for the byte's own embedding
-            flat = tokens_RN.reshape(-1)
-            known_RN = flat.index_copy(0, noisy.at_M, flat[noisy.at_M - noisy.offset_M]).view_as(tokens_RN)
-        rolling = torch.zeros_like(known_RN)
-        summed = torch.zeros_like(h_RND)
-        for n in range(1, max(GRAM_ORDERS) + 1):
-            earlier = F.pad(known_RN, (n - 1, 0))[:, : known_RN.shape[1]]
-            rolling = (rolling * _GRAM_FACTOR + earlier + 1) % (1 << 40)
-            if n in GRAM_ORDERS:
-                place = GRAM_ORDERS.index(n)
-                bucket = (rolling * (2 * place + 3)) % ((1 << 31) - 1) % self.buckets
-                summed = summed + F.embedding(bucket + place * self.buckets, self.grams)
-        return h_RND + summed
 
 
 class BeliefBlock(Block):
@@ -64,8 +35,8 @@ class BeliefBlock(Block):
         self.belief_in = nn.Parameter(torch.eye(self.width) * math.sqrt(self.width / 2))
         self.belief_RND: Tensor | None = None  # for the next pass; None: no upstream
 
-    def embed(self, tokens_RN: Tensor, noisy: Noisy | None) -> Tensor:
-        h_RND = super().embed(tokens_RN, noisy)
+    def embed(self, tokens_RN: Tensor, noisy: Noisy | None, said_RS: Tensor | None = None) -> Tensor:
+        h_RND = super().embed(tokens_RN, noisy, said_RS)
         return h_RND if self.belief_RND is None else h_RND + F.linear(self.belief_RND, self.belief_in)
 
 
@@ -177,8 +148,6 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 def model_of(switches: Switches) -> type[Block]:
     """The kind of block that these switches ask for."""
-    if switches.grams:
-        return type("GramBlock", (GramBlock,), {"buckets": switches.grams})
     return BeliefBlock if switches.upstream is not None else Block
 
 
