@@ -18,6 +18,8 @@ _EXCHANGE: Final = 8  # at the peak of one: our snapshot, which becomes what the
 _MOMENTUM: Final = 16  # of an outer step: anchor and velocity, and the next two while an exchange is judged
 _ACTIVATIONS: Final = 60  # bytes per layer, position and width that a backward pass keeps in float32, attention recomputed
 _LOGITS: Final = 12  # bytes per position and token of the vocabulary: logits, their softmax and gradient
+_FOUND: Final = 16  # bytes per position and number that n-grams' rows hold: what was found, its gradient, and where
+_TABLE: Final = 4  # bytes per number of the n-grams' table: the gradient of one pass, before it is added to the others
 _CHECKPOINT: Final = 16  # weights, two moments, and the published state
 _CHECKPOINTS: Final = 3  # the newest, the one before, and the one being written
 _WINDOW_OFFSETS: Final = 63  # compute/model.py: Off, one row for each distance inside a window
@@ -43,8 +45,13 @@ def parameters(manifest: Manifest) -> int:
     width, layers, vocabulary = manifest.model.width, manifest.model.layers, manifest.model.vocabulary
     tables = 2 * vocabulary * width + _WINDOW_OFFSETS * width + width
     noise = width * width + _TIME * _FREQUENCIES + _TIME + width * _TIME + width
-    grams = manifest.grams.rows * manifest.grams.row_width + width * _found(manifest)
+    grams = _table(manifest) + width * _found(manifest)
     return tables + noise + grams + layers * (12 * width * width + 2 * width)
+
+
+def _table(manifest: Manifest) -> int:
+    """Parameters of the n-grams' table."""
+    return manifest.grams.rows * manifest.grams.row_width
 
 
 def _found(manifest: Manifest) -> int:
@@ -57,7 +64,8 @@ def needs(manifest: Manifest, codec: str = "bf16") -> Needs:
     count = parameters(manifest)
     positions = manifest.optimizer.batch // manifest.optimizer.accumulate * manifest.model.context
     momentum = 0 if manifest.averaging.outer == "mean" else _MOMENTUM
-    work = positions * (_ACTIVATIONS * manifest.model.layers * manifest.model.width + _LOGITS * manifest.model.vocabulary)
+    layers, logits = _ACTIVATIONS * manifest.model.layers * manifest.model.width, _LOGITS * manifest.model.vocabulary
+    work = positions * (layers + logits + _FOUND * _found(manifest)) + _TABLE * _table(manifest)
     return Needs(
         parameters=count,
         optimizer=_TRAINING * count,

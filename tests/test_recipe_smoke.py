@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from blocktrain.protocol.manifest import Grams
 from blocktrain.swarm_sim.lab import cells, scoring, train
 from blocktrain.swarm_sim.lab.presets import Preset
 from blocktrain.swarm_sim.lab.spec import Spec
@@ -51,6 +52,8 @@ def test_the_recipe_in_small(place: Path, tokens: torch.Tensor) -> None:
     assert chain["mean"] < chain["best"], "an ensemble is better than its best block"
     assert chain["mean"] - whole["mean"] < 0.15, "the gap to the end-to-end reference"
     assert abs(chain["mean"] - plain["mean"]) < 0.08, "windows cost little"
+    bare = ce(trained(cells.chain(replace(SIZE, tables=Grams()), STEPS, 0), place), tokens)
+    assert chain["mean"] < bare["mean"] - 0.2, "n-grams help"
     paper = scoring.score(scoring.in_sequence(literal.spec.manifest, literal.blocks()), tokens)
     assert paper["last"] - chain["mean"] > 0.1, "the paper's objective is worse from noise"
     assert paper["last"] < letters, "but it learns"
