@@ -11,7 +11,13 @@ from blocktrain.swarm_sim import local, timeline
 from blocktrain.swarm_sim.chaos import Trouble
 from blocktrain.swarm_sim.links import Links, Quality
 
-SMALLER = {"width = 128": "width = 32", "layers = 2": "layers = 1", "context = 128": "context = 64", "batch = 8": "batch = 4"}
+SMALLER = {
+    "width = 128": "width = 32",
+    "layers = 2": "layers = 1",
+    "context = 128": "context = 64",
+    "batch = 8": "batch = 4",
+    "rows = 16384": "rows = 256",
+}
 LINK = Quality(delay_ms=10, jitter_ms=5, rate_mbit=50, loss=0.001)
 
 

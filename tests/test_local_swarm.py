@@ -17,6 +17,7 @@ SMALLER = {
     "width = 128": "width = 32",
     "layers = 2": "layers = 1",
     "context = 128": "context = 64",
+    "rows = 16384": "rows = 256",
     "steps_per_round = 20": "steps_per_round = 40",
 }
 
