@@ -138,17 +138,18 @@ class Exchanger:
         streams = self.side.streams or streams_for(self._know(order.peer).rate_bytes_per_s, self._know(order.peer).rtt_s)
         joined: asyncio.Future[Transfer] = asyncio.get_running_loop().create_future()
         await stack.enter_async_context(self._lanes(order, streams - 1, joined))
-        opening = asyncio.create_task(self._transport.open(order.peer, EXCHANGE, timeout_s=limits.OPEN_TIMEOUT_S), name="exchange open")
+        opening = asyncio.create_task(self._open(order), name="exchange open")
         try:
             mine = await self._snapshot_for(order.peer)  # a step of training may be in hand; the stream opens meanwhile
-            stream = await opening
+            stream, hearing = await opening
         except BaseException:
             await _abandon(opening)
             raise
         stack.push_async_callback(_close, stream)
+        stack.push_async_callback(_drop, hearing)
         offer = self._offer(order, mine, streams)
         await stream.send(offer, timeout_s=limits.OPEN_TIMEOUT_S)
-        answer, _ = await stream.receive(timeout_s=limits.OPEN_TIMEOUT_S)
+        answer, _ = await _heard(hearing, limits.OPEN_TIMEOUT_S)
         self._know(order.peer).met(stream.rtt_s)
         try:
             result = self._answer(exchange, answer, offer, order.reach)
@@ -164,6 +165,12 @@ class Exchanger:
         joined.set_result(transfer)
         await transfer.run(stream)
         return _Swapped(stream, mine, transfer, offer.keep)
+
+    async def _open(self, order: SendOffer) -> tuple[Stream, asyncio.Task[tuple[Message, memoryview]]]:
+        """A stream, and what listens on it at once: a hello that waited for our snapshot would make the link look long."""
+        stream = await self._transport.open(order.peer, EXCHANGE, timeout_s=limits.OPEN_TIMEOUT_S)
+        left_s = max(0.0, order.deadline - self._clock()) + limits.OPEN_TIMEOUT_S
+        return stream, asyncio.create_task(stream.receive(timeout_s=left_s), name="exchange answer")
 
     async def take(self, order: Take, offer: Offer, stream: Stream) -> None:
         """Accept an offer that the core decided to take, and see it through. Reports Ended."""
@@ -364,11 +371,27 @@ async def _hung_up(stream: Stream) -> None:
         await stream.receive(timeout_s=OUTCOME_TIMEOUT_S)
 
 
-async def _abandon(opening: asyncio.Task[Stream]) -> None:
+async def _abandon(opening: asyncio.Task[tuple[Stream, asyncio.Task[tuple[Message, memoryview]]]]) -> None:
     """A stream that is not needed any more, and may be open by now."""
     opening.cancel()
     with contextlib.suppress(NetworkFault, asyncio.CancelledError):
-        await _close(await opening)
+        stream, hearing = await opening
+        await _drop(hearing)
+        await _close(stream)
+
+
+async def _heard(hearing: asyncio.Task[tuple[Message, memoryview]], timeout_s: float) -> tuple[Message, memoryview]:
+    """Raises: NetworkFault: nothing in time; and what `Stream.receive` does."""
+    done, _ = await asyncio.wait({hearing}, timeout=timeout_s)
+    if not done:
+        raise NetworkFault(f"sent nothing for {timeout_s:.3g} s")
+    return hearing.result()
+
+
+async def _drop(hearing: asyncio.Task[tuple[Message, memoryview]]) -> None:
+    """Nobody listens any more."""
+    hearing.cancel()
+    await asyncio.gather(hearing, return_exceptions=True)
 
 
 async def _object(stream: Stream, fault: PeerFault) -> None:

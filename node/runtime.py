@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
 
-from blocktrain.node import logs
+from blocktrain.node import heap, logs
 from blocktrain.protocol.errors import BlocktrainError
 
 STOP_GRACE_S: Final = 5.0  # from the first signal to the end of the process; what is still running then is ended
@@ -105,6 +105,7 @@ def run(main: Callable[[Runtime], Awaitable[int]]) -> int:
     SIGINT, SIGTERM and SIGHUP set `Runtime.stop`; the program then returns by itself, is cancelled shortly before `grace_s` has passed, and
     ended when it has. A second signal kills the children and ends the process at once. Call it from the main thread, once.
     """
+    heap.share()
     runtime = Runtime()
     signals = _Signals(runtime)
     try:

@@ -21,10 +21,10 @@ from blocktrain.protocol.errors import Malformed, NetworkFault, PeerFault
 from blocktrain.protocol.ids import Digest
 from blocktrain.protocol.messages import Chunk, End, Outcome, Seal
 
-READY_CHUNKS: Final = 4  # encoded ahead of the lanes
+READY_CHUNKS: Final = 4  # encoded ahead of several lanes; half as many, which are larger, ahead of a single one
 LANE_CHUNK_BYTES: Final = 128 * 1024  # where several share: what is on its way on one when the others have nothing left is waited for
 LANE_AHEAD_BYTES: Final = 64 * 1024  # and so is what waits to be sent on one
-WAITING_BYTES: Final = 8 * 1024 * 1024  # of theirs, in order and not merged yet; above it we read no more
+WAITING_BYTES: Final = 2 * 1024 * 1024  # of theirs, not merged yet; above it we read only what can bring the next to be merged
 
 
 class Transfer:
@@ -49,7 +49,7 @@ class Transfer:
         self._swap = swap
         self._streams = streams
         self._heard_at = time.monotonic()
-        self._ready: asyncio.Queue[tuple[int, memoryview] | None] = asyncio.Queue(READY_CHUNKS)
+        self._ready: asyncio.Queue[tuple[int, memoryview] | None] = asyncio.Queue(READY_CHUNKS if streams > 1 else READY_CHUNKS // 2)
         self._unsent = size
         self._sealed = False  # we have said what ours is
         self._missing = size
@@ -161,7 +161,8 @@ class Transfer:
             self._heard_at = time.monotonic()
             if isinstance(message, Chunk):
                 end = self._put(message, body, end)
-                await self._room()
+                del body  # it counts as waiting from here on, and not after
+                await self._room(end)
             elif isinstance(message, Seal) and last and self.seal is None:
                 self.seal = Digest(message.digest)
             elif isinstance(message, Outcome) and self._streams > 1 and self.seal is not None and self.outcome is None:
@@ -184,9 +185,12 @@ class Transfer:
         self._came.set()
         return end
 
-    async def _room(self) -> None:
-        """Wait until the merge has caught up. Where it waits for a chunk itself, every lane must go on: one of them brings it."""
-        while self._waiting_bytes > WAITING_BYTES and self._merged in self._waiting:
+    async def _room(self, last: int) -> None:
+        """Wait until the merge has caught up. Where it waits for a chunk itself, the lane that brings it must go on.
+
+        A lane's chunks are in order: one whose chunks came to `last` does not bring anything before that.
+        """
+        while self._waiting_bytes > WAITING_BYTES and (self._merged in self._waiting or last > self._merged):
             self._went.clear()
             await self._went.wait()
 

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blocktrain.node.compute import flat
-from blocktrain.node.compute.codecs import codec_of
+from blocktrain.node.compute.codecs import codec_of, read_all
 from blocktrain.node.compute.merging import combine, difference
+from blocktrain.node.compute.pair import fits
 from blocktrain.node.compute.swap import Halves
 from blocktrain.node.compute.trainer import TrainingFailed
 from blocktrain.protocol.errors import PeerFault
+from blocktrain.protocol.ids import Digest
 
 PIECE = 512
 SHARES = (0.25, 0.75)
@@ -32,11 +34,25 @@ def gaussian(size: int, seed: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def side(codec: str, size: int, seed: int, *, first: bool) -> Halves:
+def side(codec: str, size: int, seed: int, *, first: bool, whole: bool = False) -> Halves:
     reference = gaussian(size, 99) if codec == "sparse" else None
-    halves = Halves(codec_of(codec), gaussian(size, seed), gaussian(size, 98), reference)
+    halves = Halves(codec_of(codec), gaussian(size, seed), gaussian(size, 98), reference, whole=whole)
     halves.meet(SHARES, mine_first=first)
     return halves
+
+
+def decoded(halves: Halves) -> Tensor:
+    """What others see of ours, all of it given."""
+    return halves.ours if halves.pair is None else read_all(halves.pair.ours, torch.empty_like(halves.ours))
+
+
+def merge_in(halves: Halves) -> Tensor:
+    """The merge of all that came, wherever it is."""
+    if halves.pair is None:
+        state = halves.finish(Digest(halves._came.digest())).state
+        assert state is not None
+        return state
+    return read_all(lambda piece: halves.pair.merge(piece, halves.shares), torch.empty_like(halves.ours))
 
 
 def sent(halves: Halves, most_bytes: int = 1500) -> bytes:
@@ -52,11 +68,12 @@ def sent(halves: Halves, most_bytes: int = 1500) -> bytes:
     most_bytes=st.integers(1, 5000),
     cuts=st.lists(st.integers(1, 3000), max_size=10),
     given_before=st.integers(0, 6),
+    whole=st.booleans(),
 )
 def test_however_the_bytes_are_cut_both_sides_get_the_merge_of_the_whole(
-    codec: str, size: int, most_bytes: int, cuts: list[int], given_before: int
+    codec: str, size: int, most_bytes: int, cuts: list[int], given_before: int, whole: bool
 ) -> None:
-    left, right = side(codec, size, 1, first=True), side(codec, size, 2, first=False)
+    left, right = side(codec, size, 1, first=True, whole=whole), side(codec, size, 2, first=False)
     payload = sent(right, most_bytes)
     begun = [bytes(left.give(most_bytes)) for _ in range(given_before)]  # the rest is encoded as theirs comes
     rest = payload
@@ -67,22 +84,26 @@ def test_however_the_bytes_are_cut_both_sides_get_the_merge_of_the_whole(
     right.take(b"".join(begun) + sent(left, most_bytes))
     at_left, at_right = left.finish(right.digest), right.finish(left.digest)
     assert len(payload) == left.size
-    assert at_left.digest == at_right.digest == flat.digest(flat.to_bytes(at_left.state))
-    whole = combine(lambda piece: left.ours[piece], lambda piece: right.ours[piece], gaussian(size, 98), SHARES, mine_first=True)
-    assert torch.equal(at_left.state, whole.state)
-    assert (at_left.distance, at_left.drift, at_left.along) == (whole.distance, whole.drift, whole.along)
-    assert at_right.distance == pytest.approx(whole.distance, rel=1e-4)
+    assert at_left.digest == at_right.digest == flat.digest(flat.to_bytes(merge_in(left)))
+    mine, theirs = decoded(left), decoded(right)
+    both = combine(lambda piece: mine[piece], lambda piece: theirs[piece], gaussian(size, 98), SHARES, mine_first=True)
+    assert both.state is not None
+    assert torch.equal(merge_in(left), both.state)
+    assert torch.equal(merge_in(right), both.state)
+    assert (at_left.distance, at_left.drift, at_left.along) == (both.distance, both.drift, both.along)
+    assert at_right.distance == pytest.approx(both.distance, rel=1e-4)
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
-def test_what_others_decode_of_ours_is_what_we_merge(codec: str) -> None:
-    halves = side(codec, 3 * PIECE + 7, 1, first=True)
+def test_what_others_decode_of_ours_is_what_we_merge(codec: str, whole: bool) -> None:
+    halves = side(codec, 3 * PIECE + 7, 1, first=True, whole=whole)
     payload, coder = sent(halves), codec_of(codec)
     begin = 0
     for piece in flat.pieces(3 * PIECE + 7):
         count = piece.stop - piece.start
         end = begin + coder.encoded_bytes(count)
-        assert torch.equal(coder.decode(payload[begin:end], count), halves.ours[piece])
+        assert torch.equal(coder.decode(payload[begin:end], count), decoded(halves)[piece])
         begin = end
     assert flat.digest(payload) == halves.digest
 
@@ -106,6 +127,29 @@ def test_what_is_not_finite_is_never_given_away() -> None:
     halves.ours[2 * PIECE + 3] = float("nan")
     with pytest.raises(TrainingFailed, match="not finite"):
         sent(halves, 1)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_a_pair_settles_in_its_own_memory_and_adds_what_the_merge_has_beyond_ours(codec: str) -> None:
+    size = 5 * PIECE + 100
+    left, right = side(codec, size, 1, first=True), side(codec, size, 2, first=False)
+    payload = sent(right)
+    sent(left)
+    left.take(payload)
+    assert left.pair is not None
+    merge, ours, live = merge_in(left), decoded(left), gaussian(size, 3)
+    wanted = live + (merge - ours)
+    state = left.pair.settle(live, left.shares)
+    assert torch.equal(live, wanted)
+    assert torch.equal(state, merge)
+    assert state.data_ptr() == left.ours.data_ptr()
+    assert flat.digest(flat.to_bytes(state)) == left.finish(right.digest).digest
+
+
+@pytest.mark.parametrize(("codec", "fit"), [("fp32", False), ("bf16", True), ("int8", True), ("sparse", False)])
+def test_only_light_codecs_of_less_than_half_a_state_make_a_pair(codec: str, fit: bool) -> None:
+    assert fits(codec_of(codec), 3 * PIECE + 50) == fit
+    assert not fits(codec_of("int8"), 1), "a value and a scale are five bytes"
 
 
 def test_the_difference_is_what_the_merge_has_beyond_ours() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -222,6 +223,30 @@ async def test_what_waits_for_the_merge_is_bounded(monkeypatch: pytest.MonkeyPat
     merges.set()
     assert await here == [None, None]
     assert slow.theirs == data
+
+
+async def test_what_a_slow_lane_holds_up_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The merge waits for a chunk on one lane: the others, which cannot bring it, are not read on for ever, and go on when it is there."""
+    monkeypatch.setattr(transfer, "WAITING_BYTES", 10 * CHUNK)
+    data, arrives = Random(1).randbytes(200 * CHUNK), asyncio.Event()
+    behind = Bytes(data)
+    one, other = Transfer(behind, len(data), 4), Transfer(Bytes(data), len(data), 4)
+    lanes = lines(4)
+    receive = lanes[2][0].receive
+
+    async def late(**settings: Any) -> tuple[Message, memoryview]:
+        await arrives.wait()
+        return await receive(**settings)
+
+    monkeypatch.setattr(lanes[2][0], "receive", late)
+    here = asyncio.ensure_future(stripe(lanes, one, other))
+    for _ in range(3000):  # turns of the loop: by then all that can move has moved
+        await asyncio.sleep(0)
+    assert not one.over
+    assert 10 * CHUNK < one._waiting_bytes <= 14 * CHUNK, "a chunk more for each lane"
+    arrives.set()
+    assert await here == [None, None]
+    assert behind.theirs == data
 
 
 async def test_a_lane_without_an_exchange_is_told_so(pair: tuple[Party, Party]) -> None:

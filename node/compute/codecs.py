@@ -6,6 +6,7 @@ pieces that stay in its cache. P is the number of parameters.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -17,8 +18,9 @@ from blocktrain.node.compute import flat
 from blocktrain.node.ports import Buffer
 from blocktrain.protocol.errors import PeerFault
 
-INT8_BLOCK: Final = 256  # values that share a scale: 1.6 % of scales, and an outlier spoils only its neighbours
-SPARSE_BLOCK: Final = 256
+BLOCK: Final = 256  # what codecs deal in; a power of two, as `flat.PIECE` is
+INT8_BLOCK: Final = BLOCK  # values that share a scale: 1.6 % of scales, and an outlier spoils only its neighbours
+SPARSE_BLOCK: Final = BLOCK
 SPARSE_KEPT: Final = 108  # of every 256 differences: two sizes, a map and 108 quarter bytes are 63 bytes; 1/16 of fp32 would be 64
 _FITS: Final = 2  # of the two sizes to the kept differences; more change nothing
 
@@ -33,7 +35,13 @@ def read_all(read: Read, out_P: Tensor) -> Tensor:
 
 
 class Codec(Protocol):
-    """Encodes states of any size. `reference`: a state that both sides hold, for codecs that send differences; others ignore it."""
+    """Encodes states of any size. `reference`: a state that both sides hold, for codecs that send differences; others ignore it.
+
+    Attributes:
+        light: decoding takes no longer than a few copies and needs no reference, so that it may be done again rather than kept.
+    """
+
+    light: bool
 
     def encoded_bytes(self, size: int) -> int:
         """Bytes of an encoded state of `size` parameters."""
@@ -43,8 +51,11 @@ class Codec(Protocol):
         """A CPU float32 state as read-only bytes, of which nobody else holds the memory."""
         ...
 
-    def reader(self, payload: Buffer, size: int, reference_P: Tensor | None = None) -> Read:
-        """Decodes piece by piece. Raises: PeerFault: not exactly the bytes that this size needs; also while reading."""
+    def reader(self, payload: Buffer, size: int, reference_P: Tensor | None = None, room: Tensor | None = None) -> Read:
+        """Decodes piece by piece. Raises: PeerFault: not exactly the bytes that this size needs; also while reading.
+
+        `room`: float32 for a piece in whole `BLOCK`s, where the values go that it returns; by default memory of its own.
+        """
         ...
 
     def decode(self, payload: Buffer, size: int, reference_P: Tensor | None = None) -> Tensor:
@@ -55,10 +66,12 @@ class Codec(Protocol):
 class _Whole:
     """`decode` by `reader`."""
 
+    light = True
+
     def encoded_bytes(self, size: int) -> int:
         raise NotImplementedError
 
-    def reader(self, payload: Buffer, size: int, reference_P: Tensor | None = None) -> Read:
+    def reader(self, payload: Buffer, size: int, reference_P: Tensor | None = None, room: Tensor | None = None) -> Read:
         raise NotImplementedError
 
     def decode(self, payload: Buffer, size: int, reference_P: Tensor | None = None) -> Tensor:
@@ -80,9 +93,9 @@ class Fp32(_Whole):
     def encode(self, state_P: Tensor, reference_P: Tensor | None = None) -> memoryview:
         return flat.to_bytes(flat.empty(state_P.numel()).copy_(state_P))
 
-    def reader(self, payload: Buffer, size: int, reference_P: Tensor | None = None) -> Read:
+    def reader(self, payload: Buffer, size: int, reference_P: Tensor | None = None, room: Tensor | None = None) -> Read:
         values = np.frombuffer(self._checked(payload, size), "<f4")
-        buffer = _buffer(size)
+        buffer = _buffer(size) if room is None else room
 
         def read(piece: slice) -> Tensor:
             out = buffer[: piece.stop - piece.start]
@@ -105,10 +118,14 @@ class Bf16(_Whole):
             half[piece].copy_(state_P[piece])
         return _bytes(bits.astype("<i2", copy=False))
 
-    def reader(self, payload: Buffer, size: int, reference_P: Tensor | None = None) -> Read:
-        bits = np.frombuffer(self._checked(payload, size), "<i2")
+    def reader(self, payload: Buffer, size: int, reference_P: Tensor | None = None, room: Tensor | None = None) -> Read:
+        view = self._checked(payload, size)
+        bits = np.frombuffer(view, "<i2")
+        buffer = _buffer(size) if room is None else room
+        if not view.readonly and sys.byteorder == "little":  # PyTorch wraps no memory that it must not write to
+            whole = torch.from_numpy(bits).view(torch.bfloat16)
+            return lambda piece: buffer[: piece.stop - piece.start].copy_(whole[piece])
         half = _buffer(size, torch.bfloat16)
-        buffer = _buffer(size)
 
         def read(piece: slice) -> Tensor:
             part = half[: piece.stop - piece.start]
@@ -137,12 +154,12 @@ class Int8(_Whole):
         out[: 4 * len(scales)] = scales.view(np.uint8)
         return out.data.toreadonly()
 
-    def reader(self, payload: Buffer, size: int, reference_P: Tensor | None = None) -> Read:
+    def reader(self, payload: Buffer, size: int, reference_P: Tensor | None = None, room: Tensor | None = None) -> Read:
         view = self._checked(payload, size)
         blocks = _blocks(size, INT8_BLOCK)
         scales = torch.from_numpy(np.frombuffer(view[: 4 * blocks], "<f4").astype(np.float32))
         values = np.frombuffer(view[4 * blocks :], np.int8)
-        buffer = torch.zeros(min(_blocks(size, INT8_BLOCK) * INT8_BLOCK, flat.PIECE))
+        buffer = _in_blocks(size) if room is None else room
 
         def read(piece: slice) -> Tensor:
             count = piece.stop - piece.start
@@ -166,6 +183,8 @@ class Sparse(_Whole):
     All pairs of sizes (bfloat16, the smaller first), then all maps of what is kept (32 bytes, lowest bit first), then all values: 2 bits
     each, in the order of the map, the first lowest; bit 0 is "minus", bit 1 "the larger size".
     """
+
+    light = False
 
     def __init__(self, kept: int = SPARSE_KEPT) -> None:
         assert 0 < kept < SPARSE_BLOCK
@@ -193,11 +212,11 @@ class Sparse(_Whole):
             values[blocks] = codes[..., 0] | codes[..., 1] << 2 | codes[..., 2] << 4 | codes[..., 3] << 6
         return out.data.toreadonly()
 
-    def reader(self, payload: Buffer, size: int, reference_P: Tensor | None = None) -> Read:
+    def reader(self, payload: Buffer, size: int, reference_P: Tensor | None = None, room: Tensor | None = None) -> Read:
         if reference_P is None:
             raise PeerFault("a sparse snapshot, and no reference was agreed on")
         sizes, maps, values = self._parts(np.frombuffer(self._checked(payload, size), np.uint8), size)
-        buffer = torch.zeros(min(_blocks(size, SPARSE_BLOCK) * SPARSE_BLOCK, flat.PIECE))
+        buffer = _in_blocks(size) if room is None else room
 
         def read(piece: slice) -> Tensor:
             count = piece.stop - piece.start
@@ -260,6 +279,10 @@ def _bytes(array: np.ndarray[Any, Any]) -> memoryview:
 
 def _buffer(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(min(size, flat.PIECE), dtype=dtype)
+
+
+def _in_blocks(size: int) -> Tensor:
+    return torch.zeros(min(_blocks(size, BLOCK) * BLOCK, flat.PIECE))
 
 
 def _blocks(size: int, block: int) -> int:

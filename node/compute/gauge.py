@@ -1,18 +1,24 @@
 """The loss of any state on our held-out batch: what a merge, a download or a published state is judged by.
 
 On the CPU a state is read where it lies: the parameters of a block without memory of its own become views of it for as long as that takes.
-On a GPU it is copied into a second block there.
+One that is nowhere as a whole is made a tile at a time (piecemeal.py). On a GPU it is copied into a second block there.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
+from blocktrain.node.compute import memory
 from blocktrain.node.compute.flat import Flat, views
 from blocktrain.node.compute.model import Block
 from blocktrain.node.compute.objective import objective_of
+from blocktrain.node.compute.piecemeal import Piecemeal, Reading, stand_in
 from blocktrain.protocol.manifest import Manifest
+
+PASS_BYTES: Final = 2 << 20  # of the widest activation: windows are measured together as long as that is no larger
 
 
 class Gauge:
@@ -23,6 +29,8 @@ class Gauge:
         self._block = Block(manifest, block, initial=False).to(device)
         self._objective = objective_of(manifest, block)
         self._windows_RT1 = windows_RT1.to(device)
+        widest = 4 * 4 * manifest.model.width * (windows_RT1.shape[1] - 1)  # bytes of a window's, inside a layer
+        self._rows = max(1, PASS_BYTES // widest) if device.type == "cpu" else len(windows_RT1)
         self._flat: Flat | None = None
         if device.type != "cpu":
             self._flat = Flat(self._block)
@@ -34,20 +42,34 @@ class Gauge:
             parameter.requires_grad_(False)
         self._let_go()
 
-    def loss(self, state_P: Tensor) -> float:
+    def loss(self, state_P: Tensor | Reading) -> float:
         """Mean nats per token of a float32 state in CPU memory, which must not change meanwhile."""
         if self._flat is not None:
-            self._flat.data.copy_(state_P)
+            if isinstance(state_P, Reading):
+                state_P.fill(0, self._flat.data)
+            else:
+                self._flat.data.copy_(state_P)
             return self._score()
-        for parameter, view in zip(self._parameters, views(self._shapes, state_P).values(), strict=True):
-            parameter.data = view
         try:
-            return self._score()
+            if not isinstance(state_P, Reading):
+                for parameter, view in zip(self._parameters, views(self._shapes, state_P).values(), strict=True):
+                    parameter.data = view
+                return self._score()
+            begin = 0
+            begins: dict[Tensor, int] = {}
+            for parameter, shape in zip(self._parameters, self._shapes.values(), strict=True):
+                parameter.data = stand_in(shape)
+                begins[parameter] = begin
+                begin += parameter.numel()
+            with Piecemeal(state_P, begins):
+                return self._score()
         finally:
             self._let_go()
+            memory.give_back()
 
     def _score(self) -> float:
-        return float(self._objective.score(self._block, self._windows_RT1).mean())
+        scores = [self._objective.score(self._block, windows) for windows in torch.split(self._windows_RT1, self._rows)]
+        return float(torch.cat(scores).mean())
 
     def _let_go(self) -> None:
         """Hold nobody's memory."""

@@ -23,10 +23,10 @@ class Combined:
     """A merge and what was measured on the way. Norms are Euclidean over all parameters.
 
     Attributes:
-        state: [P] float32, the merge.
+        state: [P] float32, the merge; None where it was not to be kept.
     """
 
-    state: Tensor
+    state: Tensor | None
     digest: Digest
     own_norm: float
     distance: float  # |theirs - ours|
@@ -37,18 +37,19 @@ class Combined:
 class Merging:
     """A merge that grows piece by piece, in order. NaN and infinity show in the distance."""
 
-    def __init__(self, published: Tensor, shares: tuple[float, float], *, mine_first: bool) -> None:
-        """`shares`: (first's, second's); `mine_first`: the first is ours."""
+    def __init__(self, published: Tensor, shares: tuple[float, float], *, keep: bool = True) -> None:
+        """`shares`: (ours, theirs). `keep`: in memory of its own; else it is measured and digested only."""
+        self.shares = shares
         self._published = published
-        self._mine, self._theirs = shares if mine_first else (shares[1], shares[0])
-        self._state = flat.empty(published.numel())
-        self._room = torch.empty(min(published.numel(), flat.PIECE))
+        self._state = flat.empty(published.numel()) if keep else None
+        self._one, self._two = flat.empty(2 * flat.PIECE).view(2, -1)
         self._hasher = blake3.blake3()
         self._own = self._apart = self._moved = self._their_moved = self._dot = 0.0
 
     def add(self, piece: slice, mine: Tensor, theirs: Tensor) -> None:
         """The next piece."""
-        one, two = self._state[piece], self._room[: len(mine)]  # where the merge will be is room for what is asked before
+        # Where the merge will be is room for what is asked before.
+        one, two = self._one[: len(mine)] if self._state is None else self._state[piece], self._two[: len(mine)]
         torch.sub(theirs, mine, out=one)
         self._apart += _dot(one, one)
         torch.sub(mine, self._published[piece], out=two)
@@ -57,11 +58,7 @@ class Merging:
         self._their_moved += _dot(one, one)
         self._dot += _dot(one, two)
         self._own += _dot(mine, mine)
-        # Two products and a sum, each rounded by itself. A sum has the same bits in either order, so it is the same on both sides.
-        torch.mul(mine, self._mine, out=one)
-        torch.mul(theirs, self._theirs, out=two)
-        one += two
-        self._hasher.update(flat.to_bytes(one))
+        self._hasher.update(flat.to_bytes(weigh(mine, theirs, self.shares, out=one, room=two)))
 
     def result(self) -> Combined:
         """When all pieces were added."""
@@ -71,9 +68,20 @@ class Merging:
         return Combined(self._state, Digest(self._hasher.digest()), *norms, along)
 
 
+def weigh(mine: Tensor, theirs: Tensor, shares: tuple[float, float], *, out: Tensor, room: Tensor) -> Tensor:
+    """mine · shares[0] + theirs · shares[1] into `out`, which may be `mine`; `room` is written over, and may be `theirs`.
+
+    Two products and a sum, each rounded by itself. A sum has the same bits in either order, so it is the same on both sides.
+    """
+    torch.mul(mine, shares[0], out=out)
+    torch.mul(theirs, shares[1], out=room)
+    out += room
+    return out
+
+
 def combine(ours: Read, theirs: Read, published: Tensor, shares: tuple[float, float], *, mine_first: bool) -> Combined:
-    """The merge of two whole snapshots."""
-    merging = Merging(published, shares, mine_first=mine_first)
+    """The merge of two whole snapshots. `shares`: (the first's, the second's); `mine_first`: the first is ours."""
+    merging = Merging(published, shares if mine_first else shares[::-1])
     for piece in flat.pieces(published.numel()):
         merging.add(piece, ours(piece), theirs(piece))
     return merging.result()

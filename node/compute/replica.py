@@ -8,6 +8,7 @@ that nobody writes to after it is made, so it can be served, streamed and saved 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import time
@@ -25,6 +26,7 @@ from blocktrain.node.compute import codecs, flat, merging, outer
 from blocktrain.node.compute.device import Mover, Parcel, choose
 from blocktrain.node.compute.gauge import Gauge
 from blocktrain.node.compute.outer import Momentum
+from blocktrain.node.compute.pair import Pair
 from blocktrain.node.compute.swap import NOT_FINITE, Halves
 from blocktrain.node.compute.thread import NICENESS, TrainingThread, yield_to_others
 from blocktrain.node.compute.trainer import Batches, Frozen, Tensors, Trainer, TrainingFailed, one_line
@@ -65,10 +67,13 @@ class Options:
 
 @dataclass(frozen=True)
 class _Merge:
-    """A trial's token: the merge, what it adds to the live block, and what was so when the snapshot was taken."""
+    """A trial's token: what it does to the live block, and what was so when the snapshot was taken.
 
-    state: Tensor
-    difference: Parcel
+    Attributes:
+        apply: adds the merge to the live block and returns it as a state; once, on the training thread.
+    """
+
+    apply: Callable[[Trainer], Tensor]
     momentum: Momentum | None
     tokens: int
     generation: int
@@ -193,7 +198,8 @@ class TorchReplica:
 
         parcel, published, state, weight, tokens, generation = await self._between_steps(job)
         ours = await self.work(lambda: self._mover.to_host(parcel))
-        return Swap(self, Halves(coder, ours, state, base), codec, published.round, float(weight), tokens, generation)
+        whole = self._momentum is not None or not self._mover.on_host  # an outer step, and a GPU, need the difference as a whole
+        return Swap(self, Halves(coder, ours, state, base, whole=whole), codec, published.round, float(weight), tokens, generation)
 
     def has_reference(self, reference: bytes) -> bool:
         return Digest(reference) in self._references
@@ -215,11 +221,20 @@ class TorchReplica:
         norms = (merge.own_norm, merge.distance, merge.drift + self._wandered)
         if not math.isfinite(merge.distance):
             return Trial(round, NO_DIGEST, Measures(False, *norms, None, None), None, verified_at)
-        ours = swap.halves.ours
-        before, after = (self._gauge.loss(ours), self._gauge.loss(merge.state)) if self._checks else (None, None)
-        difference = merging.difference(merge.state, ours)
-        momentum = outer.step(self.manifest.averaging.outer, self._momentum, merge.state, difference)
-        token = _Merge(merge.state, self._mover.to_device(difference), momentum, swap.tokens, swap.generation, after)
+        halves, pair, state = swap.halves, swap.halves.pair, merge.state
+        before = after = momentum = None
+        if pair is not None:
+            if self._checks:
+                before, after = self._gauge.loss(pair.reading_ours()), self._gauge.loss(pair.reading_merge(halves.shares))
+            apply = functools.partial(_settle, pair, halves.shares)
+        else:
+            assert state is not None, "where there is no pair the merge is kept"
+            if self._checks:
+                before, after = self._gauge.loss(halves.ours), self._gauge.loss(state)
+            difference = merging.difference(state, halves.ours)
+            momentum = outer.step(self.manifest.averaging.outer, self._momentum, state, difference)
+            apply = functools.partial(_add, self._mover, self._mover.to_device(difference), state)
+        token = _Merge(apply, momentum, swap.tokens, swap.generation, after)
         return Trial(round, merge.digest, Measures(True, *norms, before, after, merge.along, self._heldout), token, verified_at)
 
     async def adopt(self, trial: Trial, *, keep: bool = False) -> Published:
@@ -227,23 +242,23 @@ class TorchReplica:
         token = trial.token
         assert isinstance(token, _Merge), "a trial of this replica that was finite"
 
-        def job(trainer: Trainer) -> Published:
+        def job(trainer: Trainer) -> tuple[Published, Tensor]:
             if token.generation != self._generation:
                 raise NetworkFault("the replica took a downloaded state during the exchange; the merge is not used")
             published = Published(max(trial.round, self._state[0].round + 1), trial.digest)
-            trainer.add(self._mover.receive(token.difference))
+            state = token.apply(trainer)
             trainer.round = published.round
             trainer.counters.merged_tokens = token.tokens
             trainer.counters.since_round = 0
-            self._state = (published, token.state)
+            self._state = (published, state)
             self._momentum = token.momentum
             self._wandered = 0.0
             self._heldout = token.heldout
-            return published
+            return published, state
 
-        published = await self._between_steps(job)
+        published, state = await self._between_steps(job)
         if keep:
-            self._keep(trial.digest, token.state)
+            self._keep(trial.digest, state)
         return published
 
     def _keep(self, digest: Digest, state: Tensor) -> None:
@@ -401,4 +416,15 @@ class Swap:
 def _check_finite(state: Tensor) -> None:
     """Raises: TrainingFailed: our own parameters are not numbers any more, so that nobody may get them."""
     if not np.isfinite(flat.norm(state)):
+def _settle(pair: Pair, shares: tuple[float, float], trainer: Trainer) -> Tensor:
+    """What a merge does where both snapshots are kept as a pair."""
+    return pair.settle(trainer.flat.data, shares)
+
+
+def _add(mover: Mover, difference: Parcel, state: Tensor, trainer: Trainer) -> Tensor:
+    """What a merge does where its difference is there as a whole."""
+    trainer.add(mover.receive(difference))
+    return state
+
+
         raise TrainingFailed(NOT_FINITE)

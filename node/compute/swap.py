@@ -1,9 +1,9 @@
 """The two snapshots of one exchange in compute: ours on its way out, theirs on its way in, and the merge of what is there of both.
 
 A snapshot travels as *pieces*: every `flat.PIECE` parameters are encoded by themselves, one after the other, so that the first are on the
-wire, and merged over there, while the last are not encoded yet. In all an exchange holds two buffers of P parameters, ours and the merge,
-and what waits to be sent or merged. Both are scratch: nothing is used before theirs is complete, its digest is right, and the merge was
-judged. Runs on the replica's worker, never on two threads at once.
+wire, and merged over there, while the last are not encoded yet. Where the codec allows it an exchange holds one buffer of P parameters
+(pair.py); else two, ours as others decode it and the merge; and what waits to be sent or merged. All are scratch: nothing is used before
+theirs is complete, its digest is right, and the merge was judged. Runs on the replica's worker, never on two threads at once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from blocktrain.node.compute import flat
 from blocktrain.node.compute.codecs import Codec
 from blocktrain.node.compute.merging import Combined, Merging
+from blocktrain.node.compute.pair import Pair, fits
 from blocktrain.node.compute.trainer import TrainingFailed
 from blocktrain.node.ports import Buffer
 from blocktrain.protocol.errors import PeerFault
@@ -30,23 +31,26 @@ class Halves:
     """Both snapshots of an exchange.
 
     Attributes:
-        ours: [P] float32 on the CPU: our parameters; where they were encoded, what others decode of them.
+        ours: [P] float32 on the CPU: our parameters; where they were encoded, room for either `pair` or what others decode of them.
+        pair: both encoded snapshots; None: ours lies in `ours`, and the merge in memory of its own.
         size: bytes of each encoded snapshot.
         checks: whether what is not finite is refused to be sent.
     """
 
-    def __init__(self, coder: Codec, ours: Tensor, published: Tensor, reference: Tensor | None = None) -> None:
-        """`published`: our published state when `ours` was taken; `reference`: the state that a sparse snapshot is relative to."""
+    def __init__(self, coder: Codec, ours: Tensor, published: Tensor, reference: Tensor | None = None, *, whole: bool = False) -> None:
+        """`published`: our published state when `ours` was taken; `reference`: the state that a sparse snapshot is relative to;
+        `whole`: the merge and ours are wanted as a whole, whatever memory it takes."""
         self.ours = ours
+        self.pair = Pair(coder, ours) if not whole and fits(coder, ours.numel()) else None
         self.size = coder.encoded_bytes(ours.numel())
         self.checks = True
         self._coder = coder
         self._published = published
         self._reference = reference
         self._pieces = list(flat.pieces(ours.numel()))
-        self._encoded = 0  # pieces of ours that are
+        self._encoded = self._given = 0  # pieces of ours that are
         self._merged = 0  # pieces of theirs that are
-        self._unsent: deque[memoryview] = deque()  # encoded before they were asked for, as the other side is ahead of us
+        self._unsent: deque[memoryview] = deque()  # encoded and not given yet, where there is no pair that has them
         self._coming: deque[memoryview] = deque()  # bytes of theirs that do not fill a piece yet
         self._coming_bytes = self._came_bytes = 0
         self._sent, self._came = blake3.blake3(), blake3.blake3()
@@ -60,11 +64,16 @@ class Halves:
         Raises: TrainingFailed: our own parameters are not numbers any more, so that nobody may get them.
         """
         one = self._coder.encoded_bytes(min(flat.PIECE, self.ours.numel()))
-        most = max(1, most_bytes // one)
-        parts = [self._unsent.popleft() for _ in range(min(len(self._unsent), most))]
-        while len(parts) < most and self._encoded < len(self._pieces):
-            parts.append(self._encode())
+        parts = [self._give() for _ in range(min(max(1, most_bytes // one), len(self._pieces) - self._given))]
         return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+
+    def _give(self) -> memoryview:
+        """The next piece of ours, which may have been encoded before it was asked for, as the other side is ahead of us."""
+        piece = self._pieces[self._given]
+        self._given += 1
+        if self._given > self._encoded:
+            return self._encode()
+        return self._unsent.popleft() if self.pair is None else memoryview(self.pair.payload(piece))
 
     @property
     def digest(self) -> Digest:
@@ -80,7 +89,10 @@ class Halves:
             raise TrainingFailed(NOT_FINITE)
         payload = self._coder.encode(values, self._reference_of(piece))
         self._sent.update(payload)
-        values.copy_(self._decoded(piece, payload))
+        if self.pair is not None:
+            self.pair.keep_ours(piece, payload)
+        else:
+            values.copy_(self._decoded(piece, payload))
         self._encoded += 1
         return payload
 
@@ -94,8 +106,8 @@ class Halves:
     # ---- theirs -----------------------------------------------------------------------------------------------------------------
 
     def meet(self, shares: tuple[float, float], *, mine_first: bool) -> None:
-        """Theirs will come, to be merged like this (see `Merging`)."""
-        self._merging = Merging(self._published, shares, mine_first=mine_first)
+        """Theirs will come, to be merged by these shares: (the first's, the second's); `mine_first`: the first is ours."""
+        self._merging = Merging(self._published, shares if mine_first else shares[::-1], keep=self.pair is None)
 
     def take(self, data: Buffer) -> None:
         """The next bytes of theirs. Raises: PeerFault: more than a snapshot has, or not decodable."""
@@ -129,9 +141,21 @@ class Halves:
     def _merge(self, piece: slice, payload: memoryview) -> None:
         assert self._merging is not None, "nobody said under which terms"
         while self._encoded <= self._merged:
-            self._unsent.append(self._encode())
-        self._merging.add(piece, self.ours[piece], self._decoded(piece, payload))
+            ours = self._encode()
+            if self.pair is None:
+                self._unsent.append(ours)
+        if self.pair is not None:
+            self.pair.keep_theirs(piece, payload)
+            self._merging.add(piece, self.pair.ours(piece), self.pair.theirs(piece))
+        else:
+            self._merging.add(piece, self.ours[piece], self._decoded(piece, payload))
         self._merged += 1
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """(Ours, theirs), as `meet` was told."""
+        assert self._merging is not None, "nobody said under which terms"
+        return self._merging.shares
 
     def finish(self, digest: Digest) -> Combined:
         """The merge, when all of theirs is there and has this digest. Raises: PeerFault."""
