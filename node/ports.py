@@ -201,8 +201,11 @@ class Replica(Protocol):
         """Make a trial the published state; live += merged - own encoded snapshot. `keep` it as a reference for sparse snapshots."""
         ...
 
-    async def publish_own(self) -> Published:
-        """H steps without a merge: the live parameters become the published state of round + 1."""
+    async def publish_own(self, round: int | None = None) -> Published:
+        """H steps without a merge: the live parameters become the published state of round + 1; of `round`, where that is given and lower.
+
+        Where another state is published first, that one stays and is returned.
+        """
         ...
 
     async def load(self, payload: Buffer, round: int, digest: Digest) -> Published:

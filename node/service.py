@@ -180,7 +180,7 @@ class Node:
                 if task is not None:
                     task.cancel()
             case f.PublishOwn():
-                self._spawn(self._publish_own(), "own round")
+                self._spawn(self._publish_own(decision), "own round")
             case f.Fetch():
                 self._spawn(self._fetch(decision), "fetch")
             case f.Train():
@@ -255,9 +255,13 @@ class Node:
             return
         await self.exchanger.take(answer, offer, stream)
 
-    async def _publish_own(self) -> None:
-        published = await self.parts.replica.publish_own()
-        self._events.note("published", how="own", round=published.round, digest=published.digest)
+    async def _publish_own(self, order: f.PublishOwn) -> None:
+        before = self.parts.replica.published().round
+        published = await self.parts.replica.publish_own(order.round)
+        how = "renumbered" if published.round < before else "own"
+        if how == "renumbered":
+            log.warning("round %d is one that nobody else believes; our state goes on as one of round %d", before, published.round)
+        self._events.note("published", how=how, round=published.round, digest=published.digest)
         self.tell(f.Published(published.round, published.digest))
 
     def _published(self, fact: f.Published) -> None:

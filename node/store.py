@@ -42,6 +42,7 @@ MIN_FREE_BYTES: Final = 200 * 1024 * 1024
 
 Tensors: TypeAlias = dict[str, np.ndarray[Any, Any]]
 Header: TypeAlias = dict[str, Any]
+Order: TypeAlias = tuple[int, int, int]  # how often its round was lowered, its round, its steps
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Store:
         self.trouble = ""
         self._lock: int | None = lock
         self._min_free_bytes = min_free_bytes
-        self._order: tuple[int, int] | None = None  # (round, steps) of the newest checkpoint that is not known to be damaged
+        self._order: Order | None = None  # of the newest checkpoint that is not known to be damaged
         for left_over in folder.glob("*.new"):  # of a process that was killed
             left_over.unlink(missing_ok=True)
         with contextlib.suppress(OSError, Damaged):
@@ -162,14 +163,14 @@ class Store:
 
     @property
     def checkpoint_round(self) -> int | None:
-        return None if self._order is None else self._order[0]
+        return None if self._order is None else self._order[1]
 
     def write(self, tensors: Mapping[str, np.ndarray[Any, Any]], header: Mapping[str, object]) -> bool:
         """Write a checkpoint. Blocks for as long as the disk takes: call it from a thread. Arrays must not change meanwhile.
 
         Args:
-            header: JSON values; `round`, `steps` and `digest` (hex, of the published state) must be among them. The store adds its
-                format, run and block.
+            header: JSON values; `round`, `steps` and `digest` (hex, of the published state) must be among them, and `renumbered`
+                where the round was ever lowered: how often. The store adds its format, run and block.
         Returns: whether it is on the disk. If not, `trouble` says why, one line was logged, and the checkpoint before is intact.
         """
         assert self._lock is not None, "the store is closed"
@@ -178,7 +179,7 @@ class Store:
         full: Header = {**header, "format": FORMAT, "run": self.run.hex(), "block": self.block}
         order = _order(full)
         if self._order is not None and order < self._order:
-            return self._report(f"the checkpoint in {self.folder} is newer (round {self._order[0]}) than this one (round {order[0]}): kept")
+            return self._report(f"the checkpoint in {self.folder} is newer (round {self._order[1]}) than this one (round {order[1]}): kept")
         new = self.folder / f"{CHECKPOINT}.new"
         try:
             need = sum(array.nbytes for array in tensors.values())
@@ -227,9 +228,9 @@ class Store:
             self._check_owner(path, header)
             _check_shapes(path, tensors, shapes)
             if damaged:
-                log.warning("the newest checkpoint is damaged (%s); going on from the one before, round %d", damaged[0], order[0])
+                log.warning("the newest checkpoint is damaged (%s); going on from the one before, round %d", damaged[0], order[1])
                 self._drop_damaged()
-            self._order = (order[0], 0)  # whatever this process trains from here is newer, even if it counts its steps from zero
+            self._order = (*order[:2], 0)  # whatever this process trains from here is newer, even if it counts its steps from zero
             return tensors, header
         if damaged:
             raise UsageError(
@@ -363,12 +364,12 @@ def _read_small(path: Path) -> bytes:
     return data
 
 
-def _order(header: Mapping[str, object]) -> tuple[int, int]:
+def _order(header: Mapping[str, object]) -> Order:
     """What makes one checkpoint newer than another. Raises: Damaged."""
-    round, steps = header.get("round"), header.get("steps")
-    if not isinstance(round, int) or not isinstance(steps, int):
+    renumbered, round, steps = header.get("renumbered", 0), header.get("round"), header.get("steps")
+    if not isinstance(renumbered, int) or not isinstance(round, int) or not isinstance(steps, int):
         raise Damaged("its header has no round and steps")
-    return round, steps
+    return renumbered, round, steps
 
 
 def _check_shapes(path: Path, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]] | None) -> None:

@@ -28,6 +28,9 @@ FETCH_WHEN_BEHIND: Final = 10  # rounds: a node that starts (or was away) furthe
 FETCH_RETRY_S: Final = 3.0
 FETCH_TRIES: Final = 6  # then a fresh node starts from its own state, if it may
 FETCH_AGAIN_S: Final = 30.0  # before downloading is thought of again after that: training goes on, whatever somebody announces
+FETCH_SELDOM_S: Final = (
+    600.0  # the same where one download follows the other and nobody averages with us: twice as long each time, up to here
+)
 LEAP_S: Final = 1.0  # at least between two announcements that a quick succession of rounds causes
 SOON_S: Final = 0.5  # to a read that something waits for
 FIRST_READS: Final = 2  # reads of our own block before "nobody has a newer state" is believed
@@ -98,6 +101,7 @@ class Core:
         self._fetch_tries = 0
         self._fetch_at = 0.0
         self._fetch_why = ""
+        self._fetch_pause_s = FETCH_AGAIN_S
         self._own_reads = 0
         self._read_at = 0.0
         self._announce_at = 0.0
@@ -108,6 +112,7 @@ class Core:
         self._reads_done = 0  # rounds of reading
         self._queue: list[PeerId] = []  # candidates still to be asked in this round
         self._due = False  # H steps have passed without a merge
+        self._told_ahead = False  # somebody declined our offer since our round is too high for it
         self._asked: dict[PeerId, str] = {}  # who was asked in this round and what came of it
         self._patience = Patience()
 
@@ -173,6 +178,11 @@ class Core:
             if self._own_reads < FIRST_READS:
                 self._read_at = min(self._read_at, now + SOON_S)
             return self._catch_up(now)
+        if self._told_ahead and self.phase == "training" and self.current is None:
+            believed = self._believed(now)
+            if self.round > believed:
+                return self._own_round(believed)
+            self._told_ahead = False
         # A replica that never got any state from the swarm is not one of the swarm yet, however far it came alone.
         enough = FETCH_WHEN_BEHIND + 1 if self._fresh else FAR_BEHIND_ROUNDS
         if self.phase != "training" or self.current is not None or now < self._fetch_at:
@@ -189,9 +199,19 @@ class Core:
         round, donors = self.members.newest(self.block, now, apart)
         if not self.round:
             return round, donors
+        believed = self._believed(now)
+        if round <= believed:
+            return round, donors
+        return believed, [member.peer for member in self.members.holders(self.block, now, trained_only=True) if member.round == believed]
+
+    def _believed(self, now: float) -> int:
+        """The highest round of our block that is believed, our own among them. Below our own: the others are right to decline us.
+
+        Then we have our round by the word of somebody who made it up, or went ahead of all others without them. What we have learnt is as
+        good as theirs, for all we know, so it is kept, and only its number is given up: `_own_round`.
+        """
         holders = self.members.holders(self.block, now, trained_only=True)
-        believed = believable_round([self.round, *(member.round for member in holders)], apart)
-        return (round, donors) if round <= believed else (believed, [member.peer for member in holders if member.round == believed])
+        return believable_round([self.round, *(member.round for member in holders)], self._swarms_reach(now))
 
     def _reach(self, tokens_per_s: float = 0.0) -> int:
         """How many rounds we and somebody of that speed may be apart and still average: the faster of the two has the say."""
@@ -231,6 +251,8 @@ class Core:
             self.counters.fetched += 1
             self._fresh = False
             self._fetch_tries = 0
+            self._fetch_at = now + self._fetch_pause_s
+            self._fetch_pause_s = min(FETCH_SELDOM_S, 2 * self._fetch_pause_s)
             return self._start_training(now)
         self._fetch_tries += 1
         self._fetch_why = fact.why
@@ -270,9 +292,14 @@ class Core:
             self._asked[peer] = "asked"
             apart = self._reach(self.members.tokens_per_s(self.block, peer))
             return [f.SendOffer(self.current.id, peer, self.current.deadline, apart)]
+        return self._own_round()
+
+    def _own_round(self, number: int | None = None) -> list[f.Decision]:
+        """What we have becomes the published state as it is."""
         self._due = False
+        self._queue.clear()
         self.counters.own_rounds += 1
-        return [f.PublishOwn()]
+        return [f.PublishOwn(number)]
 
     def _offered(self, fact: f.Offered, now: float) -> list[f.Decision]:
         offer, peer = fact.offer, fact.peer
@@ -325,6 +352,7 @@ class Core:
         self._count(fact, now)
         if result.kind in ("merged", "one_sided"):
             self._due = self._fresh = False
+            self._fetch_pause_s = FETCH_AGAIN_S
             self._queue.clear()
             return []
         if not ours or (result.kind, result.why) == ("declined", "crossed"):
@@ -354,6 +382,7 @@ class Core:
             case "declined":
                 counters.declined += 1
                 self._patience.declined(peer, result, now)
+                self._told_ahead |= result.why == "ahead"
                 if result.why == "behind":  # then there is a state worth taking
                     self._read_at = min(self._read_at, now + SOON_S)
                 return
@@ -384,7 +413,7 @@ class Core:
 
     def _announce_leap(self, now: float) -> list[f.Decision]:
         """A fast replica is soon further than it said: who believes its record must not take the truth for a tall tale."""
-        leap = self.round - self._announced_round >= FAR_BEHIND_ROUNDS // 2
+        leap = abs(self.round - self._announced_round) >= FAR_BEHIND_ROUNDS // 2
         if not leap or self.phase not in ("training", "serving") or now < self._announced_at + LEAP_S:
             return []
         self._announce_at = now + self.settings.refresh_s

@@ -138,7 +138,9 @@ class Withdraw:
 
 @dataclass(frozen=True)
 class PublishOwn:
-    """The live parameters become the published state of round + 1."""
+    """The live parameters become the published state of round + 1; of `round`, where that of our own is one that nobody believes."""
+
+    round: int | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -339,6 +340,78 @@ def test_a_replica_that_never_got_state_declines_one_that_is_ahead_and_looks_for
     assert isinstance(refusal, f.Refuse)
     assert refusal.reason == "ahead"
     assert T0 + 2 < core.wake_at() <= T0 + 3
+
+
+# ---- a round that nobody believes -----------------------------------------------------------------------------------------------------
+
+TALL = 10**6
+
+
+def all_decline(core: Core, when: float) -> list[f.Decision]:
+    """H steps are done, and whoever is asked for an exchange declines: our round is too high for it. What comes of the round."""
+    orders = core.handle(f.Trained(), when)
+    while any(isinstance(order, f.SendOffer) for order in orders):
+        order = only(orders, f.SendOffer)
+        assert isinstance(order, f.SendOffer)
+        orders = core.handle(f.Ended(order.exchange, order.peer, Result("declined", "ahead"), 0.1), when)
+    return orders
+
+
+def test_a_state_whose_round_nobody_believes_goes_on_under_one_that_is_believed() -> None:
+    core = training(LOW, round=TALL)  # got from a liar, say, who was the only one in sight
+    others = (seen(HIGH, round=20, until=T0 + 90), seen(OTHER, round=22, until=T0 + 90))
+    assert core.handle(f.Saw(0, others), T0 + 2) == [], "it is not asked before somebody objects"
+    assert all_decline(core, T0 + 5) == [f.PublishOwn()]
+    assert core.handle(f.Saw(0, others), T0 + 6) == [f.PublishOwn(22)]
+    core.handle(f.Published(22, Digest(b"e" * 32)), T0 + 7)
+    assert kinds(core.handle(f.Offered(HIGH, offer(round=20)), T0 + 8)) == ["Take"]
+    assert core.counters.fetched == 0, "what it has learnt is kept"
+
+
+@pytest.mark.parametrize(
+    ("ours", "others"),
+    [
+        (TALL, (20,)),  # of two nobody can say who is right
+        (TALL, (20, TALL)),  # most are with us
+        (20, (20, TALL)),
+        (60, (20, 20, 20)),  # within reach
+        (60, (20, 20, TALL)),
+    ],
+)
+def test_a_round_that_may_be_right_is_kept_whatever_somebody_says(ours: int, others: tuple[int, ...]) -> None:
+    peers = (LOW, HIGH, OTHER)[: len(others)]
+    core = training(*peers, round=ours)
+    there = tuple(seen(peer, round=round, until=T0 + 90) for peer, round in zip(peers, others, strict=True))
+    core.handle(f.Saw(0, there), T0 + 2)
+    assert all_decline(core, T0 + 5) == [f.PublishOwn()]
+    assert core.handle(f.Saw(0, there), T0 + 6) == []
+
+
+def test_a_lowered_round_is_announced_at_once() -> None:
+    core = training(LOW, round=TALL)
+    announced = core.handle(f.Published(22, Digest(b"e" * 32)), T0 + 7)
+    assert kinds(announced) == ["Announce"]
+
+
+def test_who_is_sent_from_round_to_round_follows_ever_more_seldom_until_somebody_averages_with_it() -> None:
+    core = training(LOW)
+
+    def follows(round: int, when: float) -> bool:
+        orders = core.handle(f.Saw(0, (seen(LOW, round=round, until=when + 20),)), when)
+        if "Fetch" not in kinds(orders):
+            return False
+        core.handle(f.Published(round, Digest(b"e" * 32)), when)
+        core.handle(f.FetchEnded(""), when)
+        return True
+
+    times = [second for second in range(0, 300, 10) if follows((second + 10) * 1000, T0 + 10 + second)]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert len(gaps) >= 3
+    assert all(later >= 2 * earlier for earlier, later in pairwise(gaps))
+    core.handle(f.Offered(LOW, offer(round=core.round)), T0 + 900)
+    core.handle(f.Ended(b"o" * 16, LOW, Result("merged"), 1.0), T0 + 901)
+    assert follows(10**7, T0 + 910)
+    assert follows(2 * 10**7, T0 + 950)
 
 
 def test_an_offender_is_put_off_named_and_not_asked() -> None:

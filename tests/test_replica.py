@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from blocktrain.node.compute.device import Mover
 from blocktrain.node.compute.replica import Options, TorchReplica
 from blocktrain.node.compute.trainer import Tensors, Trainer, TrainingFailed
 from blocktrain.node.ports import Published, Trial
+from blocktrain.node.store import Store
 from blocktrain.protocol.acceptance import judge
 from blocktrain.protocol.errors import BlocktrainError, DoesNotFit, NetworkFault, PeerFault, UsageError
 from blocktrain.protocol.exchange import shares, tokens_per_round
@@ -91,7 +93,7 @@ async def make() -> AsyncIterator[Make]:
     """Makes replicas that do not train until told to, and stops them in the end."""
     made: list[TorchReplica] = []
 
-    def build(start: int = 0, text: Text | None = None, manifest: Manifest = MANIFEST, store: Shelf | None = None) -> TorchReplica:
+    def build(start: int = 0, text: Text | None = None, manifest: Manifest = MANIFEST, store: Shelf | Store | None = None) -> TorchReplica:
         replica = TorchReplica(manifest, 1, text or Text(start), store, Options(device="cpu", seed=start))
         made.append(replica)
         return replica
@@ -450,6 +452,38 @@ async def test_a_replica_goes_on_from_its_checkpoint(make: Make) -> None:
     assert shelf.kept[0] is not tensors
     assert shelf.kept[0].keys() == tensors.keys()
     assert all(np.array_equal(array, tensors[name]) for name, array in shelf.kept[0].items())
+
+
+async def test_a_round_that_nobody_believes_is_given_up_and_nothing_else(make: Make, tmp_path: Path) -> None:
+    """As a liar's state with a made-up round leaves it: parameters stay, the learning rate and the store follow the lower round."""
+    with Store.open(tmp_path, MANIFEST.run, 1, min_free_bytes=0) as kept:
+        a = make(store=kept)
+        await a.load(bytes(make(9).state()[1]), 10**6, make(9).published().digest)
+        told = await train_rounds(a)
+        await a.save()
+        assert kept.checkpoint_round == 10**6
+        slow = a.progress().learning_rate
+        published = await a.publish_own(12)
+        assert published.round == 12
+        assert a.published() == published
+        assert flat.digest(a.state()[1]) == published.digest
+        while not told.locked():
+            await told.acquire()
+        await hear(told)
+        assert a.progress().learning_rate > 2 * slow, "the schedule is that of round 12"
+        assert await a.publish_own(12) == published, "it is lowered once"
+        assert (await a.publish_own()).round == 13
+        await a.save()
+        assert (kept.trouble, kept.checkpoint_round) == ("", 13)
+        state, published = bytes(a.state()[1]), a.published()
+    with Store.open(tmp_path, MANIFEST.run, 1, min_free_bytes=0) as kept:
+        b = make(50, store=kept)
+        assert b.restore()
+        assert b.published() == published
+        assert bytes(b.state()[1]) == state
+        assert (await b.publish_own(3)).round == 3
+        await b.save()
+        assert kept.checkpoint_round == 3
 
 
 async def test_how_far_own_rounds_have_led_outlives_a_restart(make: Make) -> None:

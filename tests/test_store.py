@@ -133,6 +133,24 @@ def test_a_process_that_went_on_from_a_checkpoint_may_replace_it(folder: Path) -
         assert live(kept) == 2.0
 
 
+def test_a_state_whose_round_was_lowered_replaces_the_one_before(folder: Path) -> None:
+    """A round that a liar made up is given up again (core.py): what is learnt from there is newer, though its number is not."""
+
+    def lowered(kept: Store, value: float, round: int, times: int) -> bool:
+        return kept.write(tensors(value), header(tensors(value), round, 200, renumbered=times))
+
+    with open_store(folder) as kept:
+        assert save(kept, 1.0, 10**6, 100)
+        assert lowered(kept, 2.0, 7, 1)
+        assert kept.checkpoint_round == 7
+    with open_store(folder) as kept:
+        assert live(kept) == 2.0
+        assert not save(kept, 1.0, 10**6, 300)
+        assert not lowered(kept, 3.0, 6, 1)
+        assert lowered(kept, 4.0, 5, 2)
+        assert live(kept) == 4.0
+
+
 # ---- damage ---------------------------------------------------------------------------------------------------------------------------
 
 

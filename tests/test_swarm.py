@@ -20,7 +20,7 @@ from blocktrain.node.network import Net
 from blocktrain.node.ports import Stream
 from blocktrain.node.runtime import Runtime
 from blocktrain.node.snapshot import Clocks
-from blocktrain.protocol import limits, messages
+from blocktrain.protocol import facts, limits, messages
 from blocktrain.protocol.errors import Incompatible, NetworkFault, NoPeers
 from blocktrain.protocol.handshake import Greeting
 from blocktrain.protocol.ids import short
@@ -78,6 +78,24 @@ async def test_a_joiner_starts_at_the_swarms_round_and_both_average_to_the_same_
     await until(lambda: not host.knows(joiner), "a node that said goodbye is still in view")  # long before its record would have ended
     done = host.round
     await until(lambda: host.round >= done + 2, host.said)
+
+
+async def test_a_node_with_a_round_that_nobody_believes_takes_theirs_and_averages_on(nodes: Nodes) -> None:
+    """As one that got its state from a liar who made the round up, when nobody else was in sight."""
+    host = await nodes.start()
+    await until(lambda: host.round >= 2, host.said)
+    others = [host, await nodes.start(0, host)]
+    misled = await nodes.start(0, host)
+    everybody = [*others, misled]
+    await until(lambda: all(one.knows(other) or one is other for one in everybody for other in everybody), misled.said)
+    await until(lambda: all(one.accepted for one in everybody), misled.said)
+    state = misled.replica.state()
+    tall = await misled.replica.load(bytes(state[1]), 10**6, state[0].digest)
+    misled.node.tell(facts.Published(tall.round, tall.digest))
+    await until(lambda: misled.round < 10**5, lambda: (misled.said(), [other.said() for other in others]))
+    merged = misled.accepted
+    await until(lambda: misled.accepted >= merged + 3, misled.said)
+    assert all(published.round < 10**5 for other in others for published in other.history)
 
 
 async def test_a_partner_that_freezes_in_an_exchange_holds_up_neither_training_nor_the_next_rounds(

@@ -83,6 +83,32 @@ def test_a_planted_bug_is_found_and_replays(checker: str, monkeypatch: pytest.Mo
     assert checker not in {violation.checker for violation in story.tell(found.case).violations}, "without the bug that seed is fine"
 
 
+def test_a_round_that_is_given_up_without_need_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Core, "_believed", lambda self, now: max(0, self.round - 60))
+    monkeypatch.setattr(Core, "_objection", lambda self, fact, now: ("ahead", 0.0))
+    verdict = story.tell(Case(0, "calm", 6))
+    assert "others could have followed" in next(violation.what for violation in verdict.violations if violation.checker == "order")
+
+
+# Seeds whose joiners get state and round from a liar who overstates them by 10^6 or 40, since nobody else of their block is trained yet;
+# and some whose liar drags a replica away from the others, merge by merge, or has it download from it again and again. With each, how many
+# honest nodes at least give a round up.
+LIED_TO = {(43, 4): 0, (49, 8): 1, (63, 4): 0, (73, 10): 1, (74, 8): 1, (150, 12): 1, (217, 12): 1, (258, 12): 1, (302, 4): 0}
+
+
+@pytest.mark.parametrize(("seed", "nodes"), LIED_TO)
+def test_a_joiner_who_has_only_a_liars_word_finds_back_to_the_others(seed: int, nodes: int) -> None:
+    renumbered: list[int] = []
+
+    def prepare(world: World) -> None:
+        world.watchers.published.append(lambda node, how, donor: renumbered.append(node.number) if how == "renumbered" else None)
+
+    verdict = story.tell(Case(seed, "liar-minority", nodes), prepare=prepare)
+    assert verdict.ok, "\n".join(map(str, verdict.violations))
+    honest = {number for number in renumbered if not verdict.plan.people[number].lies}
+    assert len(honest) >= LIED_TO[seed, nodes]
+
+
 def test_a_failing_story_is_shrunk_to_the_events_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Members, "missing", lambda self, now, own: ())
     failed = story.tell(Case(1, "last-replica", 6))

@@ -61,7 +61,8 @@ class Merging:
         self._hasher.update(flat.to_bytes(weigh(mine, theirs, self.shares, out=one, room=two)))
 
     def result(self) -> Combined:
-        """When all pieces were added."""
+        """When all pieces were added. Its rooms are given back."""
+        self._one = self._two = torch.empty(0)
         both = math.sqrt(self._moved) * math.sqrt(self._their_moved) if math.isfinite(self._moved * self._their_moved) else 0.0
         along = self._dot / both if both > 0 else 0.0
         norms = math.sqrt(self._own), math.sqrt(self._apart), math.sqrt(self._moved)

@@ -94,7 +94,7 @@ class Piecemeal(TorchFunctionMode):
 
     def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
         flat_x = x.reshape(-1, x.shape[-1])
-        out = flat.empty(len(flat_x) * weight.shape[0]).view(len(flat_x), -1)  # as large as anything here, and soon to be given back
+        out = x.new_empty(len(flat_x), weight.shape[0])
         for tile, make in self._tiles(weight):
             torch.mm(flat_x, make().t(), out=out[:, tile])
         return out.view(*x.shape[:-1], -1)

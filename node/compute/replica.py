@@ -106,6 +106,7 @@ class TorchReplica:
         self._references: OrderedDict[Digest, Tensor] = OrderedDict()  # digest of a merge → the merge, the newest last
         self._wandered = 0.0  # how far own rounds have led since the last merge or download: the sum of their distances
         self._momentum = outer.begin(manifest.averaging.outer, initial)  # replaced as `_state` is
+        self._renumbered = 0  # how often the round was lowered: of two checkpoints, the higher round is not the newer one then
         self._generation = 0  # counts loads: what was computed before one must not be added after it
         self._steps_at_start = self._tokens_at_start = 0
         self._worker = ThreadPoolExecutor(1, "blocktrain-compute", yield_to_others, (WORKER_NICENESS,))
@@ -130,6 +131,7 @@ class TorchReplica:
             trainer.restore(tensors, header, published.round)
             self._state = (published, state)
             self._wandered = float(header.get("wandered", 0.0))  # older checkpoints have none
+            self._renumbered = int(header.get("renumbered", 0))
             self._momentum = momentum
 
         self._thread.post(job).result()
@@ -267,7 +269,7 @@ class TorchReplica:
         while len(self._references) > MAX_REFERENCES:
             self._references.popitem(last=False)
 
-    async def publish_own(self) -> Published:
+    async def publish_own(self, round: int | None = None) -> Published:
         def take(trainer: Trainer) -> tuple[Parcel, Published, Tensor]:
             trainer.counters.since_round = 0
             return self._mover.take(trainer.flat.data), *self._state
@@ -284,8 +286,11 @@ class TorchReplica:
         def publish(trainer: Trainer) -> Published:
             if self._state[0] != before:  # a merge or a download came first, and is newer than what we took
                 return self._state[0]
-            published = Published(before.round + 1, digest)
+            if round is not None and round >= before.round:  # it is lowered already
+                return before
+            published = Published(before.round + 1 if round is None else round, digest)
             trainer.round = published.round
+            self._renumbered += published.round < before.round
             self._state = (published, state)
             self._momentum = outer.follow(self._momentum, state)
             self._wandered += moved
@@ -330,10 +335,10 @@ class TorchReplica:
         if store is None:
             return
 
-        def take(trainer: Trainer) -> tuple[Frozen, Published, Tensor, Momentum | None, float]:
-            return trainer.freeze(), *self._state, self._momentum, self._wandered
+        def take(trainer: Trainer) -> tuple[Frozen, Published, Tensor, Momentum | None, float, int]:
+            return trainer.freeze(), *self._state, self._momentum, self._wandered, self._renumbered
 
-        frozen, published, state, momentum, wandered = await self._between_steps(take)
+        frozen, published, state, momentum, wandered, renumbered = await self._between_steps(take)
 
         def write() -> None:
             shapes = self._trainer.flat.shapes
@@ -345,8 +350,8 @@ class TorchReplica:
             )
             for prefix, buffer in kept.items():
                 tensors.update({prefix + name: view.numpy() for name, view in flat.views(shapes, buffer).items()})
-            header = {**frozen.header, "round": published.round, "digest": published.digest.hex(), "wandered": wandered}
-            store.write(tensors, header)
+            own = {"round": published.round, "digest": published.digest.hex(), "wandered": wandered, "renumbered": renumbered}
+            store.write(tensors, {**frozen.header, **own})
 
         await asyncio.to_thread(write)  # not on the worker: on a slow disk an exchange would wait for it, and the other side for us
 
@@ -413,9 +418,6 @@ class Swap:
         return await self._replica.work(lambda: self._replica.judgeable(self, terms, digest))
 
 
-def _check_finite(state: Tensor) -> None:
-    """Raises: TrainingFailed: our own parameters are not numbers any more, so that nobody may get them."""
-    if not np.isfinite(flat.norm(state)):
 def _settle(pair: Pair, shares: tuple[float, float], trainer: Trainer) -> Tensor:
     """What a merge does where both snapshots are kept as a pair."""
     return pair.settle(trainer.flat.data, shares)
@@ -427,4 +429,7 @@ def _add(mover: Mover, difference: Parcel, state: Tensor, trainer: Trainer) -> T
     return state
 
 
+def _check_finite(state: Tensor) -> None:
+    """Raises: TrainingFailed: our own parameters are not numbers any more, so that nobody may get them."""
+    if not np.isfinite(flat.norm(state)):
         raise TrainingFailed(NOT_FINITE)

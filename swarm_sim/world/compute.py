@@ -72,7 +72,7 @@ class Compute(Protocol):
 
     def adopt(self, mixed: Mixed, mine: Taken) -> bool: ...
 
-    def publish_own(self) -> None: ...
+    def publish_own(self, round: int | None = None) -> None: ...
 
     def load(self, payload: bytes, round: int, digest: Digest) -> bool: ...
 
@@ -166,8 +166,8 @@ class Toy:
         self._publish(adopted_round(mixed.round, self.round), merged)
         return True
 
-    def publish_own(self) -> None:
-        self._publish(self.round + 1, self._live)
+    def publish_own(self, round: int | None = None) -> None:
+        self._publish(self.round + 1 if round is None else round, self._live)
 
     def load(self, payload: bytes, round: int, digest: Digest) -> bool:
         """Take a downloaded state, if it is whole, a number, and not older. Raises nothing: False is "the donor's fault"."""

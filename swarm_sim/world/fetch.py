@@ -48,15 +48,22 @@ def _next(node: Node, download: Download) -> None:
     elif donor.frozen:
         node.later(limits.OPEN_TIMEOUT_S, _failed, node, download, peer, "no answer", False)
     else:
-        donor.later(1.5 * world.network.way_s(node.number, donor.number), _asked, donor, node, node.epoch, download)
+        way_s = 1.5 * world.network.way_s(node.number, donor.number)
+        world.queue.at(world.queue.now + way_s, None, _asked, donor, donor.epoch, node, node.epoch, download)
 
 
-def _asked(donor: Node, node: Node, epoch: int, download: Download) -> None:
-    """At the donor: answer with what it has, or refuse."""
+def _asked(donor: Node, donors_epoch: int, node: Node, epoch: int, download: Download) -> None:
+    """At the donor: answer with what it has, or refuse; one that died or froze meanwhile does neither."""
     if node.epoch != epoch:
         return
     world, compute = node.world, donor.compute
     way_s = world.network.way_s(donor.number, node.number)
+    if donor.epoch != donors_epoch:
+        node.later(way_s, _failed, node, download, donor.peer, "the stream ended", False)
+        return
+    if donor.frozen:
+        node.later(limits.OPEN_TIMEOUT_S, _failed, node, download, donor.peer, "no answer", False)
+        return
     donor.traffic.messages += 1
     round = compute.round + talk.tale(donor)
     why = ""

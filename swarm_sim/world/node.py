@@ -225,9 +225,9 @@ class Node:
                 talk.offer(self, decision)
             case f.PublishOwn():
                 self.catch_up_steps()
-                self.compute.publish_own()
+                self.compute.publish_own(decision.round)
                 self.new_round()
-                self.published("own")
+                self.published("own" if decision.round is None else "renumbered")
             case f.Train():
                 if not self._training:
                     self._training = True

@@ -113,9 +113,9 @@ class RealBlock:
         self._publish(adopted_round(mixed.round, self.round), merged)
         return True
 
-    def publish_own(self) -> None:
+    def publish_own(self, round: int | None = None) -> None:
         self.trainer.counters.since_round = 0
-        self._publish(self.round + 1, self.live())
+        self._publish(self.round + 1 if round is None else round, self.live())
 
     def load(self, payload: bytes, round: int, digest: Digest) -> bool:
         if _digest(payload) != digest:

@@ -18,7 +18,6 @@ from blocktrain.swarm_sim.world.plan import Event, Person, Plan, Scenario
 HEAL_S: Final = 240.0
 END_S: Final = 600.0
 ROUND_S: Final = 15.0  # short rounds: a story of ten minutes has forty of them
-LIARS_LATER_S: Final = 60.0
 SESSION_S: Final = (600.0, 1.1)  # median, deviation of the logarithm
 ABSENCE_S: Final = (300.0, 1.1)
 
@@ -128,16 +127,14 @@ def slow_minority(n: int, rng: Random) -> Plan:
 def liar_minority(n: int, rng: Random) -> Plan:
     """One in five sends what it should not: no numbers, huge ones, another digest, absurd weights, rounds it never had.
 
-    They come when the swarm has begun. Who meets a liar as the only trained replica of its block has nobody to compare it with, and is lost
-    to it: that is a known limit, not a story in which everything can hold.
+    From the beginning: some joiners meet a liar as the only trained replica of their block.
     """
     blocks = _blocks(n)
     people = _people(n, rng, blocks)
     liars = rng.sample(range(1, n), max(1, n // 5))
     for number in liars:
         people[number] = replace(people[number], lies=rng.choice(["nan", "huge", "digest", "weight", "ahead", "tall"]))
-    events = [replace(e, at_s=e.at_s + LIARS_LATER_S) if e.who[0] in liars else e for e in _starts(n, rng, 30.0)]
-    return _plan(people, events, blocks)
+    return _plan(people, _starts(n, rng, 30.0), blocks)
 
 
 def last_replica(n: int, rng: Random) -> Plan:

@@ -97,6 +97,8 @@ def _told(item: f.Fact | f.Decision) -> str:
             return f"{name} {short(item.peer)}: {item.result.kind} {item.result.why} after {item.took_s:.6f}"
         case f.Published():
             return f"{name} {item.round} {item.digest.hex()[:12]}"
+        case f.PublishOwn(round=int()):
+            return f"{name} as {item.round}"
         case f.SendOffer() | f.Take() | f.Refuse():
             return f"{name} {short(item.peer)} {getattr(item, 'reason', '')}"
         case _:

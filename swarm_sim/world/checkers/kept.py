@@ -1,7 +1,8 @@
 """Checker: what a block has learnt is not lost. While anybody holds it, its newest round lives on; what a node saved comes back with it.
 
 Replicas are a few rounds apart at all times, and the newest of them may be the one that dies: what counts is that none of the others is
-further behind it than a node may be before it takes state instead of averaging.
+further behind it than a node may be before it takes state instead of averaging. A node that is renumbered (order.py) loses nothing but a
+number: then the newest round is that of those who hold the block.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ class Kept(Checker):
         world.watchers.sampled.append(self._sampled)
 
     def _published(self, node: Actor, how: str, donor: str | None) -> None:
-        if not node.liar:
+        if node.liar:
+            return
+        if how == "renumbered":
+            self.newest[node.block] = max((other.round for other in self.world.holders(node.block) if not other.liar), default=0)
+        else:
             self.newest[node.block] = max(self.newest.get(node.block, 0), node.round)
 
     def _sampled(self, at_s: float) -> None:

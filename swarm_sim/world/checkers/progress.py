@@ -21,6 +21,13 @@ class Progress(Checker):
         self._start: dict[int, tuple[int, int, int]] = {}  # number → epoch, round, accepted
         self._from_s = (world.plan.heal_at_s + world.plan.end_s) / 2
         world.watchers.sampled.append(self._sampled)
+        world.watchers.published.append(self._published)
+
+    def _published(self, node: Actor, how: str, donor: str | None) -> None:
+        """One that is renumbered (order.py) has come further, and counts from another number."""
+        if how == "renumbered" and node.number in self._start:
+            epoch, _, accepted = self._start[node.number]
+            self._start[node.number] = epoch, node.round - 1, accepted
 
     def _sampled(self, at_s: float) -> None:
         if at_s >= self._from_s and not self._start:
@@ -38,8 +45,10 @@ class Progress(Checker):
             rounds = seconds / node.round_s
             if rounds < GRACE_ROUNDS:
                 continue
-            if node.phase != "training":
-                self.object(f"node {node.number} is {node.phase} in the end: {node.waiting()[1]}")
+            phase, what, phase_s, _ = node.waiting()
+            just_begun = phase == node.phase and phase_s <= node.round_s  # a download in the last seconds is no end
+            if node.phase != "training" and not just_begun:
+                self.object(f"node {node.number} is {node.phase} in the end: {what}")
             elif node.round <= round:
                 self.object(f"node {node.number} stayed at round {round} for {seconds:.0f} s")
             honest = [n for n in here if n.block == node.block and not n.liar and n is not node]
