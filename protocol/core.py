@@ -79,6 +79,14 @@ class Current:
 class Core:
     """One node. Call `handle` with every fact, in order; carry out what it returns, in order."""
 
+    # A simulated world holds thousands; beyond thirty attributes Python keeps them in a dictionary for each.
+    __slots__ = (
+        "_announce_at", "_announced_at", "_announced_round", "_asked", "_began_at", "_due", "_fetch_at", "_fetch_pause_s", "_fetch_tries",
+        "_fetch_why", "_fetching", "_fresh", "_own_reads", "_patience", "_phase_since", "_queue", "_read_at", "_reading", "_reads_done",
+        "_rng", "_tempo", "_told_ahead", "_turn", "block", "counters", "current", "digest", "last_refusal", "manifest", "me", "members",
+        "pace", "phase", "round", "settings",
+    )  # fmt: skip
+
     def __init__(self, me: PeerId, manifest: Manifest, block: int, settings: Settings, rng: Rng) -> None:
         self.me = me
         self.manifest = manifest
@@ -155,7 +163,8 @@ class Core:
     def wake_at(self) -> float:
         """When the next tick is due."""
         fetching_next = self.phase == "joining" and not self._fetching and self._own_reads >= FIRST_READS
-        return min(self._read_at, self._announce_at, self._fetch_at if fetching_next else float("inf"))
+        soonest = self._read_at if self._read_at < self._announce_at else self._announce_at
+        return min(soonest, self._fetch_at) if fetching_next else soonest
 
     # ---- joining ----------------------------------------------------------------------------------------------------------------
 

@@ -148,22 +148,19 @@ class Members:
                 shelf, old = strangers, strangers.get(name)
                 if old is None and (old := friends.get(name)) is not None:
                     shelf = friends
-                if old is None:
-                    usual = name not in shelves and name != self.me and len(shelves) < limits.MAX_MEMBERS
-                elif expires_at <= old.expires_at:
+                if old is not None and expires_at <= old.expires_at:
                     continue
-                else:
-                    usual = True
                 word = seen.announcement
-                if usual and word.phase in _HOLDER and word.block == block and word.run == run and now < expires_at <= most:
-                    if old is None:
-                        shelves[name] = shelf
-                    else:
-                        del shelf[name]  # the most recently heard stands last
-                    shelf[name] = seen
-                    last = name
+                usual = word.block == block and word.phase in _HOLDER and word.run == run and now < expires_at <= most
+                if usual and old is not None:
+                    del shelf[name]  # the most recently heard stands last
+                elif usual and name not in shelves and name != self.me and len(shelves) < limits.MAX_MEMBERS:
+                    shelves[name] = shelf
                 else:
                     self.observe(seen, now)
+                    continue
+                shelf[name] = seen
+                last = name
             if last is not None:
                 self._last[block] = (last, now)
 
@@ -328,13 +325,13 @@ class Members:
         level = self.buckets(block, now)
         if level == 1:
             return [0]
-        near = read(place_of(self.me), level)
         if own:
+            near = read(place_of(self.me), level)
             shared, other = near[turn % len(near)], level - 1 + rng.randrange(level)
             return [shared] if shared == other else [shared, other]
         if (turn + block) % 2:
             return []
-        return [near[-1] if turn // 2 % 2 else level - 1 + rng.randrange(level)]
+        return [read(place_of(self.me), level)[-1] if turn // 2 % 2 else level - 1 + rng.randrange(level)]
 
     # -- shelves
 

@@ -59,7 +59,6 @@ class Node:
 
     def __init__(self, world: World, who: Who, compute: Compute, clock: Clock, settings: Settings) -> None:
         self.world = world
-        self._queue = world.queue
         self.who = who
         self.number, self.peer, self.block = who.number, who.peer, who.block
         self.compute = compute
@@ -145,11 +144,12 @@ class Node:
 
     def later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         """Call it in this life of the process."""
-        self._queue.at(self._queue.now + delay_s, self, call, *args)
+        queue = self.world.queue
+        queue.at(queue.now + delay_s, self, call, *args)
 
     def read_clock(self) -> float:
         """This node's clock, which never goes back."""
-        now = self.clock.read(self._queue.now)
+        now = self.clock.read(self.world.queue.now)
         if now < self.last_read_now:
             return self.last_read_now
         self.last_read_now = now
@@ -251,7 +251,7 @@ class Node:
         wake = self.core.wake_at()
         if wake < self._tick_at:
             self._tick_at = wake
-            queue = self._queue
+            queue = self.world.queue
             queue.at(max(queue.now + MIN_TICK_S, self.clock.true(wake) + 1e-5), self, self._tick, wake)
 
     def _tick(self, planned: float) -> None:
