@@ -28,9 +28,7 @@ FETCH_WHEN_BEHIND: Final = 10  # rounds: a node that starts (or was away) furthe
 FETCH_RETRY_S: Final = 3.0
 FETCH_TRIES: Final = 6  # then a fresh node starts from its own state, if it may
 FETCH_AGAIN_S: Final = 30.0  # before downloading is thought of again after that: training goes on, whatever somebody announces
-FETCH_SELDOM_S: Final = (
-    600.0  # the same where one download follows the other and nobody averages with us: twice as long each time, up to here
-)
+FETCH_SELDOM_S: Final = 600.0  # where one download follows the other and nobody averages with us, twice as long each time, up to this
 LEAP_S: Final = 1.0  # at least between two announcements that a quick succession of rounds causes
 SOON_S: Final = 0.5  # to a read that something waits for
 FIRST_READS: Final = 2  # reads of our own block before "nobody has a newer state" is believed
