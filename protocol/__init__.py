@@ -8,7 +8,7 @@ messages                what two nodes say to each other
 exchange, acceptance    how two replicas average, and whether a merge may be used
 pairing, patience       whom to ask for it, and whom not just now
 membership, encounters  who holds what, and how it went with those whom we met
-placement               which block needs a holder most
+standing, placement     whose word on rounds to follow, and which block needs a holder most
 chains, sweep           a chain through the blocks, and how text comes out of it
 facts, core             one node's decisions: facts in, decisions out
 

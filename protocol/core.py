@@ -10,19 +10,19 @@ It never decides about the network or about tensors: node/ (or a simulator) carr
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
 from typing import Final
 
 from blocktrain.protocol import facts as f
 from blocktrain.protocol import limits, pairing
-from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS, reach
+from blocktrain.protocol.acceptance import FAR_BEHIND_ROUNDS
 from blocktrain.protocol.chance import Rng
-from blocktrain.protocol.exchange import Pace, Tempo, offer_stands, tokens_per_round
+from blocktrain.protocol.exchange import Pace, offer_stands
 from blocktrain.protocol.ids import Digest, PeerId, short
 from blocktrain.protocol.manifest import Manifest
-from blocktrain.protocol.membership import Member, Members, believable_round
+from blocktrain.protocol.membership import Member, Members
 from blocktrain.protocol.patience import MOMENT_S, Patience
+from blocktrain.protocol.standing import Standing
 
 FETCH_WHEN_BEHIND: Final = 10  # rounds: a node that starts (or was away) further behind than this takes state instead of averaging
 FETCH_RETRY_S: Final = 3.0
@@ -81,7 +81,7 @@ class Core:
     __slots__ = (
         "_announce_at", "_announced_at", "_announced_round", "_asked", "_began_at", "_due", "_fetch_at", "_fetch_pause_s", "_fetch_tries",
         "_fetch_why", "_fetching", "_fresh", "_own_reads", "_patience", "_phase_since", "_queue", "_read_at", "_reading", "_reads_done",
-        "_rng", "_tempo", "_told_ahead", "_turn", "block", "counters", "current", "digest", "last_refusal", "manifest", "me", "members",
+        "_rng", "_standing", "_told_ahead", "_turn", "block", "counters", "current", "digest", "last_refusal", "manifest", "me", "members",
         "pace", "phase", "round", "settings",
     )  # fmt: skip
 
@@ -97,7 +97,7 @@ class Core:
         self.phase = "starting"
         self.current: Current | None = None
         self.pace = Pace(settings.tau_s)
-        self._tempo = Tempo()
+        self._standing = Standing(self.members, manifest, block)
         self.last_refusal = ""
         self._rng = rng
         self._phase_since = 0.0
@@ -132,7 +132,7 @@ class Core:
             case f.Saw():
                 return self._saw(fact, now)
             case f.Trained():
-                self._tempo.trained(now)
+                self._standing.tempo.trained(now)
                 self._due = True
                 return self._next_offer(now, fresh=True)
             case f.Offered():
@@ -186,7 +186,7 @@ class Core:
                 self._read_at = min(self._read_at, now + SOON_S)
             return self._catch_up(now)
         if self._told_ahead and self.phase == "training" and self.current is None:
-            believed = self._believed(now)
+            believed = self._standing.believed(self.round, now)
             if self.round > believed:
                 return self._own_round(believed)
             self._told_ahead = False
@@ -195,56 +195,24 @@ class Core:
         if self.phase != "training" or self.current is not None or now < self._fetch_at:
             return []
         claimed = max([seen.announcement.round for seen in fact.records], default=0)  # most reads end here, without a look at everybody
-        if claimed - self.round >= enough and self._behind(now) >= (enough if self._fresh else self._swarms_reach(now)):
+        standing = self._standing
+        if claimed - self.round >= enough and standing.behind(self.round, now) >= (enough if self._fresh else standing.swarms_reach(now)):
             self._fetch_tries = FETCH_TRIES - 1  # one: we have a state of our own to go on with
             return self._catch_up(now)
         return []
-
-    def _newest(self, now: float) -> tuple[int, list[PeerId]]:
-        """The newest round that can be downloaded, and who announced it. Our own round has a say in what is believed."""
-        apart = self._swarms_reach(now)
-        round, donors = self.members.newest(self.block, now, apart)
-        if not self.round:
-            return round, donors
-        believed = self._believed(now)
-        if round <= believed:
-            return round, donors
-        return believed, [member.peer for member in self.members.holders(self.block, now, trained_only=True) if member.round == believed]
-
-    def _believed(self, now: float) -> int:
-        """The highest round of our block that is believed, our own among them. Below our own: the others are right to decline us.
-
-        Then we have our round by the word of somebody who made it up, or went ahead of all others without them. What we have learnt is as
-        good as theirs, for all we know, so it is kept, and only its number is given up: `_own_round`.
-        """
-        holders = self.members.holders(self.block, now, trained_only=True)
-        return believable_round([self.round, *(member.round for member in holders)], self._swarms_reach(now))
-
-    def _reach(self, tokens_per_s: float = 0.0) -> int:
-        """How many rounds we and somebody of that speed may be apart and still average: the faster of the two has the say."""
-        return reach(max(self._tempo.rounds_per_s, tokens_per_s / tokens_per_round(self.manifest)))
-
-    def _swarms_reach(self, now: float) -> int:
-        """The same for us and the middle one of the holders: so far they may have come since they announced their rounds."""
-        speeds = [member.tokens_per_s for member in self.members.holders(self.block, now, trained_only=True)]
-        return self._reach(statistics.median_low(speeds) if speeds else 0.0)
-
-    def _behind(self, now: float) -> int:
-        """Rounds between our published state and the newest that can be downloaded; not above 0 where there is none."""
-        return self._newest(now)[0] - self.round
 
     def _catch_up(self, now: float) -> list[f.Decision]:
         """Download state where somebody has a newer one worth having; else train from what we have."""
         if self._fetching or now < self._fetch_at:
             return []
-        behind = self._behind(now)
+        behind = self._standing.behind(self.round, now)
         wanted = behind > 0 if self._fresh else behind > FETCH_WHEN_BEHIND
         if wanted and self._fetch_tries < FETCH_TRIES:
-            round, donors = self._newest(now)
+            round, donors = self._standing.newest(self.round, now)
             others = [m.peer for m in self.members.holders(self.block, now, trained_only=True) if m.avoided_s <= 0]
             self._fetching = True
             self._enter("fetching", now)
-            most = round + self._swarms_reach(now)
+            most = round + self._standing.swarms_reach(now)
             if self._fetch_tries:  # who announced that round does not give it: what others have is better than nothing
                 round = self.round + 1
             return [f.Fetch(round, tuple(dict.fromkeys([*donors, *others])), most)]
@@ -297,7 +265,7 @@ class Core:
                 continue
             self.current = Current(self._rng.randbytes(16), peer, True, now + self.pace.tau_s, False)
             self._asked[peer] = "asked"
-            apart = self._reach(self.members.tokens_per_s(self.block, peer))
+            apart = self._standing.reach(peer)
             return [f.SendOffer(self.current.id, peer, self.current.deadline, apart)]
         return self._own_round()
 
@@ -341,7 +309,7 @@ class Core:
         if put_off_s > 0:
             return "put-off", put_off_s
         apart = fact.offer.round - self.round
-        most = self._reach(self.members.tokens_per_s(self.block, fact.peer)) if abs(apart) >= FAR_BEHIND_ROUNDS else FAR_BEHIND_ROUNDS
+        most = self._standing.reach(fact.peer) if abs(apart) >= FAR_BEHIND_ROUNDS else FAR_BEHIND_ROUNDS
         if -apart >= most:
             return "behind", 10.0
         if apart >= (FETCH_WHEN_BEHIND + 1 if self._fresh else most):

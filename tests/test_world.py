@@ -15,6 +15,7 @@ from blocktrain.protocol import acceptance, pairing
 from blocktrain.protocol import facts as f
 from blocktrain.protocol.core import Core
 from blocktrain.protocol.membership import Members
+from blocktrain.protocol.standing import Standing
 from blocktrain.swarm_sim.world import checkers, compute, story
 from blocktrain.swarm_sim.world.clock import EPOCH_S, Clock, Queue
 from blocktrain.swarm_sim.world.links import Host, Network
@@ -84,7 +85,7 @@ def test_a_planted_bug_is_found_and_replays(checker: str, monkeypatch: pytest.Mo
 
 
 def test_a_round_that_is_given_up_without_need_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Core, "_believed", lambda self, now: max(0, self.round - 60))
+    monkeypatch.setattr(Standing, "believed", lambda self, round, now: max(0, round - 60))
     monkeypatch.setattr(Core, "_objection", lambda self, fact, now: ("ahead", 0.0))
     verdict = story.tell(Case(0, "calm", 6))
     assert "others could have followed" in next(violation.what for violation in verdict.violations if violation.checker == "order")
