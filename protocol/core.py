@@ -77,8 +77,10 @@ class Current:
 class Core:
     """One node. Call `handle` with every fact, in order; carry out what it returns, in order."""
 
-    # A simulated world holds thousands; beyond thirty attributes Python keeps them in a dictionary for each.
+    # A simulated world holds thousands; beyond thirty attributes Python keeps them in a dictionary for each. `__dict__`: who watches a
+    # node may still wrap a method of it; empty, it costs nothing.
     __slots__ = (
+        "__dict__",
         "_announce_at", "_announced_at", "_announced_round", "_asked", "_began_at", "_due", "_fetch_at", "_fetch_pause_s", "_fetch_tries",
         "_fetch_why", "_fetching", "_fresh", "_own_reads", "_patience", "_phase_since", "_queue", "_read_at", "_reading", "_reads_done",
         "_rng", "_standing", "_told_ahead", "_turn", "block", "counters", "current", "digest", "last_refusal", "manifest", "me", "members",
