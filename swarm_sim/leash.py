@@ -20,6 +20,8 @@ _PR_SET_PDEATHSIG: Final = 1
 def end_with_parent() -> None:
     """Ask Linux for a SIGINT when our parent ends. Elsewhere a killed parent leaves its children to the user."""
     parent = os.getppid()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as all have it whom a script starts with `&`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
