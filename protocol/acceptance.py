@@ -26,9 +26,7 @@ GAIN_SHARE: Final = 0.25  # of what our loss fell since our published state: so 
 ASTRAY_SHARE: Final = 0.05  # of the margin, for one who does not: with a fifth, noise of normal length cost the honest 2 % in 20 rounds
 STATE_MARGIN: Final = 0.5  # nats per token by which a newer state may be worse on our held-out batch: ours may know that text by heart
 FAR_BEHIND_ROUNDS: Final = 50  # a replica further behind than this takes state instead of averaging
-FAR_BEHIND_S: Final = (
-    10.0  # and where rounds are quick, than what the faster of two does in this time: to look up and download state takes as long
-)
+FAR_BEHIND_S: Final = 10.0  # and where rounds are quick, than what the faster of two does in this time: a look-up and a download take it
 MAX_REACH: Final = 2000  # rounds; whatever pace somebody announces
 
 
