@@ -10,7 +10,7 @@ network        network (all of it, as one context), libp2p (the one file that im
                identity
 data           data (batches), corpus, sources, fetched, wiki, permutation, cache, tokenizer, recipe_file
 disk           store, checkpoint, logs
-this machine   doctor, survey, sizes, bandwidth
+this machine   doctor, survey, sizes, bandwidth, leftovers (of programs that were killed)
 compute/       the one folder that imports torch: the block, its training thread, its serving thread
 commands/      the command line
 """

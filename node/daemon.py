@@ -2,7 +2,7 @@
 
 We start it ourselves rather than through `hivemind.P2P.create`, for three reasons: it gets a session of its own, so that Ctrl-C in a
 terminal reaches us and not it, and we can still say good-bye to the swarm; its output is at hand for messages; and it is killed when it
-does not stop. When this process dies, the daemon notices and ends by itself.
+does not stop. When this process dies, the daemon notices and ends by itself. It reads our key from a pipe: no copy of it lies in a file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import importlib.util
 import logging
 import os
 import platform
-import re
 import secrets
 import signal
 from collections import deque
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from blocktrain.node.leftovers import SOCKETS, sweep_sockets
 from blocktrain.protocol.errors import BlocktrainError, DoesNotFit, Unreachable
 
 log = logging.getLogger("blocktrain.libp2p")
@@ -33,8 +33,6 @@ FROZEN_S: Final = 30.0  # one that has answered nothing for this long, though as
 LAST_LINES_S: Final = 0.5  # after its end, to read what it said
 LAST_LINES: Final = 20  # of the daemon's output, for messages
 MAX_UNARY_BYTES: Final = 4 * 1024 * 1024  # one DHT message
-SOCKETS: Final = Path("/tmp")  # the daemon's own habit, and short: a socket's path has at most 107 bytes
-_SOCKET_NAME: Final = re.compile(r"hivemind-blocktrain-(\d+)-[0-9a-f]+-(p2pd|client)\.sock")
 
 
 class Children(Protocol):
@@ -49,7 +47,6 @@ class Children(Protocol):
 class Settings:
     """What the daemon is started with. Addresses were checked before."""
 
-    identity: Path
     host_maddrs: Sequence[str]
     announce_maddrs: Sequence[str] = ()
     relays: Sequence[str] = ()
@@ -94,15 +91,20 @@ class Owned:
 
 
 class Daemon:
-    """One running `p2pd`. `died` is set when it ended without being asked to; `reason` then says how."""
+    """One running `p2pd`. `died` is set when it ended without being asked to; `reason` then says how.
 
-    def __init__(self, settings: Settings, children: Children | None = None) -> None:
+    Args:
+        key: who it is, as an identity's file holds it.
+    """
+
+    def __init__(self, settings: Settings, key: bytes, children: Children | None = None) -> None:
         stem = f"hivemind-blocktrain-{os.getpid()}-{secrets.token_hex(6)}"
         self.control_socket = SOCKETS / f"{stem}-p2pd.sock"
         self.client_socket = SOCKETS / f"{stem}-client.sock"
         self.died = asyncio.Event()
         self.reason = ""
         self._settings = settings
+        self._key = key
         self._children = children
         self._child: asyncio.subprocess.Process | None = None
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
@@ -119,14 +121,15 @@ class Daemon:
 
         Raises: DoesNotFit: it does not run on this platform. Unreachable: it ended, or was not ready in time; with its last words.
         """
-        remove_stale_sockets()
+        sweep_sockets()
         binary = find_binary()
         timeout_s = self._settings.start_timeout_s
+        key = _to_read(self._key)
         try:
             self._child = await asyncio.create_subprocess_exec(
                 str(binary),
                 *arguments(self._settings, self.control_socket),
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=key,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env={"GOLOG_LOG_LEVEL": "error", **os.environ, "GOLOG_LOG_FMT": "nocolor"},
@@ -134,6 +137,8 @@ class Daemon:
             )
         except OSError as error:
             raise _cannot_run(binary, error) from None
+        finally:
+            os.close(key)
         if self._children is not None:
             self._children.add(self._child.pid)
         output = self._tasks.start(self._read(), "p2pd output")
@@ -216,6 +221,14 @@ class Daemon:
         return f"; it said: {' | '.join(said[-3:])}" if said else ""
 
 
+def _to_read(data: bytes) -> int:
+    """A descriptor that gives a child `data`, which must fit a pipe's buffer, and then the end."""
+    ours, theirs = os.pipe()
+    with open(theirs, "wb") as file:
+        file.write(data)
+    return ours
+
+
 def find_binary() -> Path:
     """The daemon in hivemind's wheel, found without importing hivemind. Raises: DoesNotFit."""
     spec = importlib.util.find_spec("hivemind")
@@ -238,7 +251,7 @@ def arguments(settings: Settings, control_socket: Path) -> list[str]:
     """The daemon's command line. TCP only; no bootstrap peers: we connect to them ourselves and know why one does not answer."""
     flags: dict[str, object] = {
         "listen": f"/unix{control_socket}",
-        "id": settings.identity,
+        "id": "/dev/stdin",
         "b": 0,
         "tls": 1,
         "quic": 0,
@@ -264,14 +277,3 @@ def arguments(settings: Settings, control_socket: Path) -> list[str]:
     elif settings.relayed:
         flags["forceReachabilityPrivate"] = 1
     return [f"-{key}={value}" for key, value in flags.items()]
-
-
-def remove_stale_sockets() -> None:
-    """Remove the sockets of our processes that were killed: their names hold the process id."""
-    for path in SOCKETS.glob("hivemind-blocktrain-*.sock"):
-        match = _SOCKET_NAME.fullmatch(path.name)
-        if match is None:
-            continue
-        with contextlib.suppress(OSError):
-            if path.stat().st_uid == os.getuid() and not Path(f"/proc/{match[1]}").exists() and Path("/proc/self").exists():
-                path.unlink()

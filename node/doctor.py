@@ -284,7 +284,7 @@ async def check_network(config: DoctorConfig, runtime: Runtime) -> AsyncIterator
         return
     loop = asyncio.get_running_loop()
     with identity.temporary() as nobody:
-        settings = Settings(identity=nobody.path, host_maddrs=(), client=True, start_timeout_s=DAEMON_TIMEOUT_S)
+        settings = Settings(host_maddrs=(), client=True, start_timeout_s=DAEMON_TIMEOUT_S)
         libp2p = Libp2p(settings, nobody, runtime.clock, runtime.children)
         began = loop.time()
         try:

@@ -1,15 +1,14 @@
 """Who a node is: an Ed25519 key in a file, held by one process at a time.
 
-The file has the libp2p daemon's own format, so that the daemon can be pointed at it: four bytes of protobuf, 32 of private key, 32 of
-public key, mode 0400. It is written beside and renamed, never overwritten, and locked for the life of the process: two nodes with
-one identity would take each other's connections away. The peer id contains the public key, so a signature by it needs no directory.
+The file has the libp2p daemon's own format: four bytes of protobuf, 32 of private key, 32 of public key, mode 0400. It is written beside
+and renamed, never overwritten, and locked for the life of the process: two nodes with one identity would take each other's connections
+away. The peer id contains the public key, so a signature by it needs no directory.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -29,22 +28,20 @@ _REMEDY: Final = "put its backup there, or move the file away to get a new ident
 
 
 class Identity:
-    """An Ed25519 key, its file, and the lock on it. Leaving the context (or `release`) gives the lock back."""
+    """An Ed25519 key, and the lock on its file if it has one. Leaving the context (or `release`) gives the lock back."""
 
-    def __init__(self, path: Path, private_key: bytes, lock: int | None, *, temporary: bool = False) -> None:
-        self.path = path
+    def __init__(self, private_key: bytes, lock: int | None) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(private_key)
         self.peer_id: PeerId = ids.peer_id_of_key(self._key.public_key().public_bytes_raw())
         self.peer_bytes: bytes = ids.peer_bytes(self.peer_id)
         self._lock = lock
-        self._temporary = temporary
 
     def sign(self, data: bytes) -> bytes:
         """64 bytes of Ed25519 signature over `data`."""
         return self._key.sign(data)
 
     def file_bytes(self) -> bytes:
-        """What its file holds."""
+        """What its file holds, if it has one, and what the daemon reads."""
         return _bytes(self._key)
 
     @staticmethod
@@ -61,8 +58,6 @@ class Identity:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-        if self._temporary:
-            self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Identity:
         return self
@@ -85,7 +80,7 @@ def load_or_create(path: Path, like: Identity | None = None) -> Identity:
     try:
         if not path.exists():
             _write(path, _fresh() if like is None else like.file_bytes())
-        return Identity(path, _read(path), lock)
+        return Identity(_read(path), lock)
     except OSError as error:
         os.close(lock)
         raise UsageError(f"identity {path}: {error.strerror or error}; give another place with --identity") from None
@@ -95,12 +90,8 @@ def load_or_create(path: Path, like: Identity | None = None) -> Identity:
 
 
 def temporary() -> Identity:
-    """An identity for one command: in a private file of the temporary folder (the daemon reads keys from files), gone on release."""
-    handle, name = tempfile.mkstemp(prefix="blocktrain-identity-")
-    data = _fresh()
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-    return Identity(Path(name), data[len(_PREFIX) : len(_PREFIX) + _KEY_BYTES], None, temporary=True)
+    """An identity for one command. It has no file, so that none can be left behind."""
+    return Identity(Ed25519PrivateKey.generate().private_bytes_raw(), None)
 
 
 def _fresh() -> bytes:

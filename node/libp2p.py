@@ -74,7 +74,7 @@ class Libp2p:
         self._settings = settings
         self._identity = identity
         self._seals = Seals(identity, clock)
-        self._daemon = Daemon(settings, children)
+        self._daemon = Daemon(settings, identity.file_bytes(), children)
         self._tasks = Owned()
         self._book: OrderedDict[PeerId, tuple[str, ...]] = OrderedDict()
         self._handlers: dict[str, Inbound] = {}

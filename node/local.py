@@ -1,8 +1,8 @@
 """The nodes of this user on this machine: a folder with one small file each, rewritten every second and removed at the end.
 
 That is how `blocktrain status` finds nodes without a network, and how a client without `--initial-peers` finds an address. A file whose
-process is gone (or whose number another process has by now) is swept away by whoever reads; one that is no longer rewritten is shown as
-silent.
+process is gone (or whose number another process has by now) is swept away by whoever reads, or writes the next; one that is no longer
+rewritten is shown as silent.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from blocktrain.node import leftovers
 from blocktrain.node.logs import once_a_minute
 from blocktrain.node.status import MAX_STATUS_BYTES, Status
 from blocktrain.protocol.errors import Malformed, UsageError
@@ -25,7 +26,6 @@ from blocktrain.protocol.errors import Malformed, UsageError
 FOLDER_VARIABLE: Final = "BLOCKTRAIN_RUNTIME_DIR"
 MAX_FILES: Final = 1000
 WRITE_EVERY_S: Final = 1.0
-_CLOCK_SLACK_S: Final = 2.0  # between a file's time and a process's start, whose resolution is coarse
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,9 @@ class StatusFile:
     """Our own file. A context manager: leaving it removes the file. Writing never raises: a full disk must not end a node."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Raises: UsageError: no usable folder."""
+        """Those of nodes that are gone are removed. Raises: UsageError: no usable folder."""
         self._folder = runtime_folder() if folder is None else folder
+        leftovers.sweep_statuses(self._folder)
         self.path = self._folder / f"node-{os.getpid()}.json"
 
     def write(self, status: Status) -> None:
@@ -82,21 +83,28 @@ class StatusFile:
         self.remove()
 
 
+def sweep(folder: Path | None = None) -> Path:
+    """Remove what nodes of this user that were killed have left on this machine. Returns the runtime folder.
+
+    Raises: UsageError: no usable folder.
+    """
+    place = runtime_folder() if folder is None else folder
+    leftovers.sweep_statuses(place)
+    leftovers.sweep_sockets()
+    return place
+
+
 def read_local(clock: Callable[[], float], folder: Path | None = None) -> list[Status]:
-    """What this user's nodes on this machine last said, by process number. Files of processes that are gone are removed.
+    """What this user's nodes on this machine last said, by process number. What nodes that are gone have left is removed.
 
     Args:
         clock: Unix seconds, to tell how old a snapshot is.
     Raises: UsageError: no usable folder.
     """
-    place = runtime_folder() if folder is None else folder
+    place = sweep(folder)
     out: list[Status] = []
     for path in sorted(place.glob("node-*.json"))[:MAX_FILES]:
-        digits = path.stem.removeprefix("node-")
         try:
-            if not digits.isdigit() or not _alive(int(digits), path.stat().st_mtime):
-                path.unlink(missing_ok=True)
-                continue
             with path.open("rb") as file:
                 status = Status.from_json(file.read(MAX_STATUS_BYTES + 1))
         except OSError:
@@ -107,16 +115,3 @@ def read_local(clock: Callable[[], float], folder: Path | None = None) -> list[S
         age_s = max(0.0, clock() - status.written_at)
         out.append(dataclasses.replace(status, silent_s=age_s if age_s > WRITE_EVERY_S else 0.0))
     return out
-
-
-def _alive(pid: int, written_at: float) -> bool:
-    """Whether the process that wrote then still runs."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return bool(process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= written_at + _CLOCK_SLACK_S)
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.Error:
-        return True

@@ -79,7 +79,6 @@ async def open_network(
         dialing.check_ports(config.host_maddrs)
     me = identity.temporary() if who is None else who
     settings = Settings(
-        identity=me.path,
         host_maddrs=config.host_maddrs,
         announce_maddrs=config.announce_maddrs,
         relays=config.relays,

@@ -163,7 +163,7 @@ def run(bench: Bench, options: BenchOptions) -> dict[str, object]:
     session = Session(bench, options.brief, wanted, folder, options.seeds)
     began = time.monotonic()
     bench.run(session)
-    if session.failed:
+    if session.failed and any(folder.iterdir()):
         session.say(f"logs are in {folder}")
     else:
         _remove(folder)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from blocktrain.node.commands import checks
-from blocktrain.node.daemon import remove_stale_sockets
 from blocktrain.protocol import limits
 from blocktrain.protocol.errors import UsageError
 from blocktrain.swarm_sim import recipe, timeline
@@ -161,7 +160,6 @@ class Story:
             self._display.phase("stop")
             self._end(self._children.stop())
             self._judge(ended_s)
-        remove_stale_sockets()  # of the node that was killed, which could not do it
 
     def _all(self) -> None:
         self._start()

@@ -26,7 +26,8 @@ from typing import Any, Final
 
 import psutil
 
-from blocktrain.protocol.errors import BlocktrainError
+from blocktrain.node import local
+from blocktrain.protocol.errors import BlocktrainError, UsageError
 
 POLL_S: Final = 0.1
 FREEZE_S: Final = 2.0  # for the kernel to stop a process
@@ -344,6 +345,8 @@ class Children:
         names = tuple(_describe(process) for process in left)
         for process in left:
             _signal(process.pid, signal.SIGKILL)
+        with contextlib.suppress(UsageError):
+            local.sweep()  # what those could not remove that were killed
         badly = {child.label: child.code for child in nodes if child not in late and child.code}
         self.ending = Ending(tuple(child.label for child in late), names, badly)
         return self.ending

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -24,6 +26,7 @@ from tests.swarm_kit import Nodes
 settings.register_profile("blocktrain", deadline=None, print_blob=True, database=None)
 settings.load_profile("blocktrain")
 
+CACHES = ("torchinductor_", "matplotlib-")  # libraries keep what they compiled
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 MakeNet = Callable[..., Awaitable[Net]]
 
@@ -46,10 +49,38 @@ def sockets_of_this_process() -> list[str]:
     return sorted(str(path) for path in Path("/tmp").glob(f"hivemind-blocktrain-{os.getpid()}-*.sock"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, str]]:
+    """A temporary folder and a runtime folder of our own, which all programs that tests start inherit, and which must be empty at the end.
+
+    What lay in it after a test stands in the dictionary, with that test.
+    """
+    tmp_path_factory.getbasetemp()  # pytest's own folders stay where they are kept for a look at a failure
+    folder = Path(tempfile.mkdtemp(prefix="bt-"))  # short: sockets lie in it, whose paths have at most 107 bytes
+    seen: dict[Path, str] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield seen
+    left = [f"{path.relative_to(folder)}, since {seen.get(path, 'the last test')}" for path in things_in(folder)]
+    shutil.rmtree(folder)
+    assert not left, "left in the temporary folder: " + "; ".join(left)
+
+
+def things_in(folder: Path) -> list[Path]:
+    """What lies in a temporary folder, but for libraries' caches and the runtime folder itself, and what lies in that one."""
+    runtime = folder / "blocktrain"
+    top = [path for path in folder.iterdir() if path != runtime and not path.name.startswith(CACHES)]
+    return sorted([*top, *runtime.glob("*")])
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_is_left(request: pytest.FixtureRequest, temporary_folder: dict[Path, str]) -> Iterator[None]:
     """After a `real` test no daemon of this process runs and none of its sockets lies about."""
     yield
+    for path in things_in(Path(tempfile.gettempdir())):
+        temporary_folder.setdefault(path, request.node.nodeid)
     if request.node.get_closest_marker("real"):
         assert daemons_of_this_process() == []
         assert sockets_of_this_process() == []

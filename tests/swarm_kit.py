@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from blocktrain.node import leftovers
 from blocktrain.node.compute.replica import Options, TorchReplica
 from blocktrain.node.compute.serving import TorchServer
 from blocktrain.node.config import Files, Gossip, Network, NodeConfig, Training
@@ -297,7 +298,7 @@ class Program:
 
     def left(self) -> list[object]:
         """What it left behind: children that still run, sockets, its status file."""
-        sockets = Path("/tmp").glob(f"hivemind-blocktrain-{self.pid}-*.sock")
+        sockets = leftovers.SOCKETS.glob(f"hivemind-blocktrain-{self.pid}-*.sock")
         return [*self.running(), *sockets, *self.out.parent.glob(f"runtime/node-{self.pid}*")]
 
 
@@ -348,13 +349,15 @@ class Programs:
             for daemon in daemons:
                 with contextlib.suppress(psutil.Error):
                     daemon.kill()
+            psutil.wait_procs(daemons, 10)
+        leftovers.sweep_sockets()
 
 
 @contextlib.contextmanager
-def stock_bootstrap() -> Iterator[str]:
+def stock_bootstrap(*more: str) -> Iterator[str]:
     """A `hivemind-dht` process as hivemind ships it, which knows nothing of us; its address."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "hivemind.hivemind_cli.run_dht", "--host_maddrs", "/ip4/127.0.0.1/tcp/0"],
+        [sys.executable, "-m", "hivemind.hivemind_cli.run_dht", "--host_maddrs", "/ip4/127.0.0.1/tcp/0", *more],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
     )  # fmt: skip
     try:
@@ -365,5 +368,11 @@ def stock_bootstrap() -> Iterator[str]:
                 return
         raise AssertionError("hivemind-dht ended before it said its address")
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # its own session: the DHT's process and daemon go with it
-        process.communicate()
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()  # not by force: it removes its sockets and folders itself
+        try:
+            process.communicate(timeout=30)
+            psutil.wait_procs(family, 10)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its own session: whatever is left of it

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +17,8 @@ from blocktrain.node.network import Net
 from blocktrain.protocol import ids, limits, records
 from blocktrain.protocol.ids import Digest, PeerId, RunId
 from blocktrain.protocol.records import Announcement, RunRecord
-from tests.conftest import LOOPBACK, MakeNet
+from tests import swarm_kit
+from tests.conftest import MakeNet
 
 pytestmark = pytest.mark.real
 
@@ -398,25 +398,10 @@ async def test_an_answer_to_a_call_that_was_given_up_does_not_break_the_reader()
 
 
 @pytest.fixture
-async def stock_bootstrap(nothing_is_left: None) -> AsyncIterator[str]:
-    """A `hivemind-dht` process as hivemind ships it; its address."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "hivemind.hivemind_cli.run_dht", "--host_maddrs", *LOOPBACK, "--refresh_period", "1",
-        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(60):
-            assert process.stderr is not None
-            while True:
-                line = (await process.stderr.readline()).decode()
-                assert line, "hivemind-dht ended before it said its address"
-                if found := re.search(r"(/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)", line):
-                    break
-        yield found[1]
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # its own session: the DHT's process and daemon go with it
-        await process.wait()
+def stock_bootstrap(nothing_is_left: None) -> Iterator[str]:
+    """Its address."""
+    with swarm_kit.stock_bootstrap("--refresh_period", "1") as address:
+        yield address
 
 
 async def test_a_stock_hivemind_dht_is_enough_to_find_each_other(net_factory: MakeNet, stock_bootstrap: str) -> None:

@@ -186,7 +186,7 @@ async def a_peer(*, answers: bool, clock: Callable[[], float] = wall_clock) -> A
 
     manifest = load_recipe("tiny")
     with identity.temporary() as who:
-        settings = Settings(identity=who.path, host_maddrs=("/ip4/127.0.0.1/tcp/0",), local=True)
+        settings = Settings(host_maddrs=("/ip4/127.0.0.1/tcp/0",), local=True)
         libp2p = Libp2p(settings, who, clock)
         await libp2p.start()
         try:

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -97,10 +98,11 @@ def test_places_that_cannot_hold_a_file_are_usage_errors(tmp_path: Path) -> None
             identity.load_or_create(path)
 
 
-def test_a_temporary_identity_leaves_no_file() -> None:
+def test_a_temporary_identity_has_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with identity.temporary() as mine:
-        assert mine.path.stat().st_mode & 0o077 == 0
-    assert not mine.path.exists()
+        assert list(tmp_path.iterdir()) == []
+        assert mine.peer_id != identity.temporary().peer_id
 
 
 @given(st.binary(max_size=200))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.node import bootstrap, daemon, dialing, libp2p
+from blocktrain.node import bootstrap, daemon, dialing, leftovers, libp2p
 from blocktrain.node.bootstrap import Bootstrap
 from blocktrain.node.config import Network
 from blocktrain.node.network import Net, open_network
@@ -309,10 +309,8 @@ async def test_a_stop_leaves_no_process_and_no_socket_and_is_not_a_death() -> No
     async with open_network(Network(host_maddrs=LOOPBACK), None, Greeting(None, "t"), time.time) as net:
         assert len(daemons_of_this_process()) == 1
         assert len(sockets_of_this_process()) == 2
-        key = net.libp2p._identity.path
     assert not net.died.is_set()
     assert daemons_of_this_process() == []
-    assert not key.exists()
 
 
 @pytest.mark.real
@@ -366,7 +364,7 @@ async def test_13_a_machine_that_the_daemon_was_not_built_for_gets_one_sentence(
 
 
 @pytest.mark.real
-def test_a_node_that_is_killed_takes_its_daemon_with_it_and_its_sockets_are_removed_by_the_next() -> None:
+def test_a_node_that_is_killed_takes_its_daemon_with_it_and_its_sockets_are_removed_by_the_next(tmp_path: Path) -> None:
     script = """
 import asyncio, os, signal, time
 from blocktrain.node.config import Network
@@ -378,17 +376,19 @@ async def main():
         os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, text=True)
     said, _ = process.communicate(timeout=60)
     orphan = int(said)
     deadline = time.monotonic() + 15
     while Path(f"/proc/{orphan}").exists() and "Z" not in Path(f"/proc/{orphan}/stat").read_text().split()[2]:
         assert time.monotonic() < deadline, "the daemon outlived its node"
         time.sleep(0.05)
-    left = list(daemon.SOCKETS.glob(f"hivemind-blocktrain-{process.pid}-*.sock"))
-    daemon.remove_stale_sockets()
+    left = list(leftovers.SOCKETS.glob(f"hivemind-blocktrain-{process.pid}-*.sock"))
+    leftovers.sweep_sockets()
     assert left
     assert not any(path.exists() for path in left)
+    assert list(tmp_path.iterdir()) == [], "a temporary identity's key is nowhere but in memory"
 
 
 @pytest.mark.real

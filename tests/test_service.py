@@ -87,8 +87,10 @@ def test_a_joiner_knows_only_an_address_averages_is_killed_and_replaced(programs
     host.wait(lambda status: not sees(status, victim), TTL_S + SLACK_S)
     assert time.monotonic() - killed_at < TTL_S + SLACK_S
     host.wait(lambda status: status["round"] >= carried_on + 3)
-    assert joiner.running() == []  # its daemon goes with it; its sockets are swept by the next node
+    assert joiner.running() == []  # its daemon goes with it
+    assert joiner.left()
     assert [status["pid"] for status in status_command(programs)] == [host.pid]
+    assert joiner.left() == []  # `status` removed its file and its sockets
 
     before = host.status()["accepted"]
     replacement = programs.start(peers=(address,))

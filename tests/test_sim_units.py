@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Callable
@@ -359,7 +360,11 @@ def refuse() -> dict[str, object]:
 DIVISION = benches.Bench("division", {"good": ("half",), "bad": ("whole",), "refused": ("share", "rest")}, divide)
 
 
-def test_a_part_that_fails_gives_null_and_exit_code_1_and_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_fails_gives_null_and_exit_code_1_and_stops_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     target = tmp_path / "numbers.json"
     assert benches.command(DIVISION, BenchOptions(json=target)) == 1
     numbers = json.loads(target.read_text())
@@ -367,6 +372,7 @@ def test_a_part_that_fails_gives_null_and_exit_code_1_and_stops_no_other(tmp_pat
     assert numbers["failed"] == ["bad", "refused"]
     assert numbers["why_failed"]["refused"] == "no room"
     assert "0.5" in capsys.readouterr().out
+    assert list((tmp_path / "temporary").iterdir()) == [], "a bench's folder without a log in it is of no use"
 
 
 def test_only_the_parts_asked_for_are_measured(capsys: pytest.CaptureFixture[str]) -> None:

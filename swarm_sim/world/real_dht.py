@@ -59,7 +59,7 @@ async def swarm(size: int) -> AsyncIterator[list[Libp2p]]:
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(size):
             who = stack.enter_context(identity.temporary())
-            node = Libp2p(Settings(identity=who.path, host_maddrs=("/ip4/127.0.0.1/tcp/0",), local=True), who, time.time)
+            node = Libp2p(Settings(host_maddrs=("/ip4/127.0.0.1/tcp/0",), local=True), who, time.time)
             await node.start()
             stack.push_async_callback(node.stop)
             if nodes:
