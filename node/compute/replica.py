@@ -14,7 +14,6 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
@@ -23,12 +22,13 @@ import torch
 from torch import Tensor
 
 from blocktrain.node.compute import codecs, flat, merging, outer
+from blocktrain.node.compute.background import Background
 from blocktrain.node.compute.device import Mover, Parcel, choose
 from blocktrain.node.compute.gauge import Gauge
 from blocktrain.node.compute.outer import Momentum
 from blocktrain.node.compute.pair import Pair
 from blocktrain.node.compute.swap import NOT_FINITE, Halves
-from blocktrain.node.compute.thread import NICENESS, TrainingThread, yield_to_others
+from blocktrain.node.compute.thread import TrainingThread
 from blocktrain.node.compute.trainer import Batches, Frozen, Tensors, Trainer, TrainingFailed, one_line
 from blocktrain.node.ports import Buffer, Progress, Published, Terms, Trial
 from blocktrain.protocol.acceptance import Measures, judge_state
@@ -40,7 +40,6 @@ from blocktrain.protocol.manifest import Manifest
 T = TypeVar("T")
 HELDOUT_TOKENS: Final = 512  # of the check on every merge: both sides of it are measured on the same tokens, so that few suffice
 STOP_TIMEOUT_S: Final = 20.0  # for the step in hand
-WORKER_NICENESS: Final = NICENESS + 5  # an exchange can wait where no core is to spare; training is what it is for
 MAX_REFERENCES: Final = 4  # merges kept for sparse snapshots, a state each; the newest is the published one, as a rule
 
 log = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ class TorchReplica:
         self._renumbered = 0  # how often the round was lowered: of two checkpoints, the higher round is not the newer one then
         self._generation = 0  # counts loads: what was computed before one must not be added after it
         self._steps_at_start = self._tokens_at_start = 0
-        self._worker = ThreadPoolExecutor(1, "blocktrain-compute", yield_to_others, (WORKER_NICENESS,))
+        self._worker = Background()
         self._thread = TrainingThread(self._trainer)
 
     # ---- before it starts -------------------------------------------------------------------------------------------------------
@@ -362,7 +361,7 @@ class TorchReplica:
             await asyncio.wait_for(asyncio.shield(ended), STOP_TIMEOUT_S)
         except TimeoutError:
             log.warning("the training step in hand takes longer than %.0f s; not waiting for it", STOP_TIMEOUT_S)
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        self._worker.stop()
 
     # ---- places of work ---------------------------------------------------------------------------------------------------------
 
@@ -371,7 +370,7 @@ class TorchReplica:
 
     async def work(self, work: Callable[[], T]) -> T:
         """On the worker, in order."""
-        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+        return await self._worker.run(work)
 
     def _joined(self, tensors: Tensors, prefix: str) -> Tensor:
         """The tensors of a checkpoint whose names begin so, as one state."""
