@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -245,12 +246,17 @@ def _main() -> int:
     from blocktrain.swarm_sim.leash import end_with_parent
 
     end_with_parent()
-    rival = Rival(sys.argv[1], sys.argv[2:])
-    for line in sys.stdin:
-        print(json.dumps(rival.answer(json.loads(line))), flush=True)
-    for averager in rival._averagers.values():
-        averager.shutdown()
-    rival._dht.shutdown()
+    from hivemind.p2p import P2P
+
+    # hivemind's averagers leave sockets behind; a short path, because a socket's has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="blocktrain-rival-", dir="/tmp") as folder:
+        P2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
+        rival = Rival(sys.argv[1], sys.argv[2:])
+        for line in sys.stdin:
+            print(json.dumps(rival.answer(json.loads(line))), flush=True)
+        for averager in rival._averagers.values():
+            averager.shutdown()
+        rival._dht.shutdown()
     return 0
 
 

@@ -162,11 +162,13 @@ def run(bench: Bench, options: BenchOptions) -> dict[str, object]:
     folder = Path(tempfile.mkdtemp(prefix=f"blocktrain-bench-{bench.name}-"))
     session = Session(bench, options.brief, wanted, folder, options.seeds)
     began = time.monotonic()
-    bench.run(session)
-    if session.failed and any(folder.iterdir()):
-        session.say(f"logs are in {folder}")
-    else:
-        _remove(folder)
+    try:
+        bench.run(session)
+    finally:
+        if session.failed and any(folder.iterdir()):
+            session.say(f"logs are in {folder}")
+        else:
+            _remove(folder)
     keys = [key for part, keys in bench.parts.items() if part in wanted for key in keys]
     return {
         **dict.fromkeys(keys),

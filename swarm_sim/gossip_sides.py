@@ -128,7 +128,8 @@ class Puppet:
             with contextlib.suppress(OSError):
                 self._process.send_signal(signal.SIGKILL)
             self._process.wait()
-        for process in family[1:]:
+        _, family = psutil.wait_procs(family[1:], STOP_S)  # torch's manager of shared memory removes its folder at its end
+        for process in family:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         if self._process.stdout is not None:
