@@ -265,7 +265,7 @@ class Core:
             peer = self._queue.pop(0)
             if self.members.avoided(peer, now) > 0 or not self._patience.may_ask(peer, now):
                 continue
-            self.current = Current(self._rng.randbytes(16), peer, True, now + self.pace.tau_s, False)
+            self.current = Current(self._rng.randbytes(16), peer, True, now + self.pace.tau_s(peer), False)
             self._asked[peer] = "asked"
             apart = self._standing.reach(peer)
             return [f.SendOffer(self.current.id, peer, self.current.deadline, apart)]
@@ -292,7 +292,7 @@ class Core:
         if why:
             return [f.Refuse(offer.exchange, peer, why, retry_s)]
         self._patience.came(peer)
-        self.current = Current(offer.exchange, peer, False, now + self.pace.tau_s, True)
+        self.current = Current(offer.exchange, peer, False, now + self.pace.tau_s(peer), True)
         return [*out, f.Take(offer.exchange, peer, self.current.deadline)]
 
     def _objection(self, fact: f.Offered, now: float) -> tuple[str, float]:
@@ -325,7 +325,7 @@ class Core:
         if ours and self.current is not None:
             self._patience.ended(self.current.peer, result, ours=self.current.ours)
             self.current = None
-        self.pace.ended(result.kind, fact.took_s)
+        self.pace.ended(fact.peer, result.kind, fact.took_s)
         self._count(fact, now)
         if result.kind in ("merged", "one_sided"):
             self._due = self._fresh = False

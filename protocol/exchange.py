@@ -32,6 +32,8 @@ TEMPO_SHARE: Final = 0.1  # of the last round in the moving average
 PACE_KEPT: Final = 16  # exchanges that τ looks back on
 PACE_FIRST: Final = 4  # before so many it does not adapt
 PACE_FACTOR: Final = 4.0
+PACE_LATES: Final = 2  # in a row that get a peer a longer τ: one that lets everything hang shall not hold us for ever longer
+PACE_PEERS: Final = 256  # whose own τ is remembered
 MIN_TAU_S: Final = 5.0  # a machine that swaps or sleeps for a moment is not late
 MAX_STREAMS: Final = 8  # an exchange's snapshots are striped over; 8 carry 31 MB/s at 40 ms
 WINDOW_BYTES: Final = 128 * 1024  # what one libp2p stream carries per round trip at least: half of its window may wait for an update
@@ -101,27 +103,43 @@ class Pace:
     """τ, from what exchanges of our block really take: four times the longest of the last sixteen that were used, within bounds.
 
     Until four were used, and whatever they took, τ is at most what the node's settings say. A late one doubles it until the next that is
-    used, so that a link that became slow is not cut off for ever by what it was. Both sides keep their own: the shorter τ decides.
+    used, so that a link that became slow is not cut off for ever by what it was. And each peer gets four times what the last used one with
+    it took, or twice the τ that it missed: else quick exchanges with others would have us forget what a slow link needs, and a slow replica
+    would average only with the one whose τ happens to be long. Who is late too often in a row gets what all get. Both sides keep their own:
+    the shorter τ decides.
     """
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
         self._took: deque[float] = deque(maxlen=PACE_KEPT)
         self._patience = 1.0
+        self._granted: dict[PeerId, tuple[float, int]] = {}  # peer → seconds that it gets at least; how often in a row it was late
 
-    def ended(self, kind: str, took_s: float) -> None:
+    def ended(self, peer: PeerId, kind: str, took_s: float) -> None:
         """An exchange of ours or theirs is over."""
         if kind in ("merged", "one_sided"):
             self._took.append(took_s)
             self._patience = 1.0
+            self._granted.pop(peer, None)
+            self._grant(peer, PACE_FACTOR * took_s, 0)
         elif kind == "late":
+            missed_s = self.tau_s(peer)
+            _, lates = self._granted.pop(peer, (0.0, 0))
+            if lates < PACE_LATES:
+                self._grant(peer, 2 * missed_s, lates + 1)
             self._patience *= 2
 
-    @property
-    def tau_s(self) -> float:
+    def tau_s(self, peer: PeerId) -> float:
+        """For an exchange with `peer` that begins now."""
         if len(self._took) < PACE_FIRST:
             return self._most_s
-        return min(self._most_s, max(MIN_TAU_S, PACE_FACTOR * max(self._took)) * self._patience)
+        everybodys_s = max(MIN_TAU_S, PACE_FACTOR * max(self._took)) * self._patience
+        return min(self._most_s, max(everybodys_s, self._granted.get(peer, (0.0, 0))[0]))
+
+    def _grant(self, peer: PeerId, seconds: float, lates: int) -> None:
+        self._granted[peer] = seconds, lates
+        if len(self._granted) > PACE_PEERS:
+            del self._granted[next(iter(self._granted))]  # the longest not met
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,13 @@ import pytest
 from blocktrain.protocol import acceptance, pairing
 from blocktrain.protocol import facts as f
 from blocktrain.protocol.core import Core
+from blocktrain.protocol.exchange import Result
 from blocktrain.protocol.membership import Members
 from blocktrain.protocol.standing import Standing
 from blocktrain.swarm_sim.world import checkers, compute, story
 from blocktrain.swarm_sim.world.clock import EPOCH_S, Clock, Queue
 from blocktrain.swarm_sim.world.links import Host, Network
+from blocktrain.swarm_sim.world.node import Node
 from blocktrain.swarm_sim.world.plan import KINDS, Plan
 from blocktrain.swarm_sim.world.scenarios import SCENARIOS
 from blocktrain.swarm_sim.world.story import Case, Verdict
@@ -108,6 +110,23 @@ def test_a_joiner_who_has_only_a_liars_word_finds_back_to_the_others(seed: int, 
     assert verdict.ok, "\n".join(map(str, verdict.violations))
     honest = {number for number in renumbered if not verdict.plan.people[number].lies}
     assert len(honest) >= LIED_TO[seed, nodes]
+
+
+@pytest.mark.parametrize(("seed", "nodes"), [(230, 8), (551, 14), (710, 8)])
+def test_a_slow_replica_averages_with_more_than_one_of_its_block(seed: int, nodes: int) -> None:
+    met: dict[int, set[int]] = {}
+
+    def prepare(world: World) -> None:
+        def ended(node: Node, peer: Node, result: Result) -> None:
+            if node.round_s > 2 * world.plan.round_s and result.kind == "merged" and world.elapsed_s > world.plan.heal_at_s:
+                met.setdefault(node.number, set()).add(peer.number)
+
+        world.watchers.ended_exchange.append(ended)
+
+    verdict = story.tell(Case(seed, "slow-minority", nodes), prepare=prepare)
+    assert verdict.ok, "\n".join(map(str, verdict.violations))
+    assert len(met) == nodes // 4
+    assert all(len(partners) >= 2 for partners in met.values()), met
 
 
 def test_a_failing_story_is_shrunk_to_the_events_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:

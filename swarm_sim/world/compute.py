@@ -133,9 +133,18 @@ class Toy:
 
     def train(self, steps: int) -> None:
         if steps > 0:
-            kept = (1 - LR) ** steps
-            self._live = tuple(t + (a - t) * kept for a, t in zip(self._live, self._target, strict=True))
+            self._live = self.alone(self._live, steps)
             self._tokens += steps * self._tokens_a_step
+
+    def alone(self, state: Sequence[float], steps: float) -> tuple[float, ...]:
+        """Where so many steps on its own data lead from a state; a negative number of them leads back."""
+        kept = (1 - LR) ** steps
+        return tuple([t + (a - t) * kept for a, t in zip(state, self._target, strict=True)])
+
+    @property
+    def live(self) -> tuple[float, ...]:
+        """The parameters as they are now, in training."""
+        return self._live
 
     def snapshot(self) -> Taken:
         payload = pack(self._live)

@@ -1,23 +1,30 @@
-"""Checker: consensus distance falls. Honest replicas of a block end much closer together than their own data would leave them.
+"""Checker: averaging holds a block together. Honest replicas end much closer together than training alone would leave them.
 
-The toy's replicas are pulled apart by their data all the time; averaging holds them together. The mean distance between honest
-replicas over the second half of the liveness phase must stay below a share of what it is without averaging.
+What the protocol promises: over the second half of the liveness phase, the mean distance between honest replicas of a block that train at
+the usual speed is at most `SHARE` of what the block's honest replicas would have come apart in `ROUNDS` rounds without averaging. That is
+no constant: it depends on how far apart their data pull these replicas, and on how slow the slowest of them are, since who averages with
+one that lags is drawn back by it. The toy is exact, so it is computed, at every look: all honest holders begin where the middle of the
+usual ones was, and each trains alone for as long as `ROUNDS` usual rounds take.
+
+It does not promise that any two of them are close at any moment: partners are drawn by chance, and in a block of four of which one takes
+ten times longer for an exchange, one of the others may have met only the slow one for some rounds. Over 4000 stories the worst block comes
+to 0.44 and the middle one to 0.13; without averaging all but two of 572 blocks are above 0.6.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
 from blocktrain.swarm_sim.world.checkers.base import Checker
-from blocktrain.swarm_sim.world.compute import LR, Toy
-from blocktrain.swarm_sim.world.world import PULL
+from blocktrain.swarm_sim.world.compute import Toy
 
 if TYPE_CHECKING:
     from blocktrain.swarm_sim.world.world import World
 
-SHARE = 0.75  # of the distance without averaging
+SHARE = 0.6  # of the distance without averaging
 ROUNDS = 12  # of averaging, before anything is asked
 MOST = 16  # replicas of a block that are compared
 
@@ -31,32 +38,44 @@ class Consensus(Checker):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self._distances: dict[int, list[float]] = {}
+        self._distances: dict[int, list[tuple[float, float]]] = {}  # block → at each look: as they are, as they would be alone
         self._from_s = (world.plan.heal_at_s + world.plan.end_s) / 2
         world.watchers.sampled.append(self._sampled)
 
     def _sampled(self, at_s: float) -> None:
-        world = self.world
-        if at_s < self._from_s or at_s - world.plan.heal_at_s < ROUNDS * world.plan.round_s:
+        world, round_s = self.world, self.world.plan.round_s
+        if at_s < self._from_s or at_s - world.plan.heal_at_s < ROUNDS * round_s:
             return
+        steps = world.manifest.schedule.steps_per_round * ROUNDS
         for block in range(world.plan.blocks):
-            replicas = []
+            usual: list[Toy] = []
+            everybody: list[tuple[Toy, float]] = []  # and the steps of its own that it does meanwhile
             for node in world.holders(block):
-                settled = world.queue.now - node.up_since > ROUNDS * world.plan.round_s * 0.9
-                if not node.who.lies and settled and node.round_s <= 2 * world.plan.round_s and isinstance(node.compute, Toy):
-                    node.catch_up_steps()
-                    replicas.append(node.compute)
-            pairs = [a.distance(b) for a, b in combinations(replicas[:MOST], 2)]
-            if len(replicas) >= 3:
-                self._distances.setdefault(block, []).append(sum(pairs) / len(pairs))
+                if node.who.lies or not isinstance(node.compute, Toy):
+                    continue
+                node.catch_up_steps()
+                everybody.append((node.compute, steps * round_s / node.round_s))
+                if node.round_s <= 2 * round_s and world.queue.now - node.up_since > ROUNDS * round_s * 0.9:
+                    usual.append(node.compute)
+            if len(usual) >= 3:
+                middle = _middle([replica.live for replica in usual])
+                start = _middle([replica.alone(middle, -steps) for replica in usual])
+                alone = [replica.alone(start, own_steps) for replica, own_steps in everybody[:MOST]]
+                together = [replica.live for replica in usual[:MOST]]
+                self._distances.setdefault(block, []).append((_apart(together), _apart(alone)))
 
     def finish(self) -> None:
-        world = self.world
-        steps = world.manifest.schedule.steps_per_round * ROUNDS
-        alone = (
-            PULL * math.sqrt(6.0) * (1 - (1 - LR) ** steps) * 0.9
-        )  # mean distance of two normal points in three dimensions, and then some
-        for block, distances in self._distances.items() if not world.plan.hopeless else ():
-            mean = sum(distances) / len(distances)
-            if not mean <= SHARE * alone:
-                self.object(f"replicas of block {block} stay {mean:.3g} apart; averaging should keep them below {SHARE * alone:.3g}")
+        for block, distances in self._distances.items() if not self.world.plan.hopeless else ():
+            together, alone = (sum(each) / len(distances) for each in zip(*distances, strict=True))
+            if not together <= SHARE * alone:
+                self.object(f"replicas of block {block} stay {together:.3g} apart; averaging should keep them below {SHARE * alone:.3g}")
+
+
+def _middle(states: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(axis) / len(states) for axis in zip(*states, strict=True)]
+
+
+def _apart(states: Sequence[Sequence[float]]) -> float:
+    """The mean distance of all pairs."""
+    pairs = [math.dist(a, b) for a, b in combinations(states, 2)]
+    return sum(pairs) / len(pairs)
