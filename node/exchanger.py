@@ -161,7 +161,7 @@ class Exchanger:
             await _object(stream, fault)
             raise
         self._report(Answered(order.exchange))
-        mine.meet(Terms(order.peer, answer.round, answer.weight, answer.codec), mine_first=exchange.mine_first)
+        mine.meet(Terms(order.peer, min(answer.round, order.most), answer.weight, answer.codec), mine_first=exchange.mine_first)
         joined.set_result(transfer)
         await transfer.run(stream)
         return _Swapped(stream, mine, transfer, offer.keep)
@@ -182,7 +182,7 @@ class Exchanger:
             async with asyncio.timeout(max(0.0, order.deadline - self._clock())):
                 mine = await self._replica.begin(offer.codec, offer.reference)
                 transfer = Transfer(mine, offer.size, offer.streams)
-                mine.meet(Terms(order.peer, offer.round, offer.weight, offer.codec), mine_first=exchange.mine_first)
+                mine.meet(Terms(order.peer, min(offer.round, order.most), offer.weight, offer.codec), mine_first=exchange.mine_first)
                 self._expected[offer.exchange] = _Expected(transfer, order.peer, offer.streams)
                 accept = Accept(order.exchange, mine.round, mine.weight, mine.size, offer.codec)
                 await stream.send(accept, timeout_s=limits.OPEN_TIMEOUT_S)

@@ -22,6 +22,7 @@ from blocktrain.protocol.ids import Digest, PeerId, short
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.membership import Member, Members
 from blocktrain.protocol.patience import MOMENT_S, Patience
+from blocktrain.protocol.records import MAX_ROUND
 from blocktrain.protocol.standing import Standing
 
 FETCH_WHEN_BEHIND: Final = 10  # rounds: a node that starts (or was away) further behind than this takes state instead of averaging
@@ -120,7 +121,7 @@ class Core:
         self._reads_done = 0  # rounds of reading
         self._queue: list[PeerId] = []  # candidates still to be asked in this round
         self._due = False  # H steps have passed without a merge
-        self._told_ahead = False  # somebody declined our offer since our round is too high for it
+        self._told_ahead = False  # somebody is too far behind our round: it declined our offer, or we declined its
         self._asked: dict[PeerId, str] = {}  # who was asked in this round and what came of it
         self._patience = Patience()
 
@@ -267,8 +268,8 @@ class Core:
                 continue
             self.current = Current(self._rng.randbytes(16), peer, True, now + self.pace.tau_s(peer), False)
             self._asked[peer] = "asked"
-            apart = self._standing.reach(peer)
-            return [f.SendOffer(self.current.id, peer, self.current.deadline, apart)]
+            apart, most = self._standing.reach(peer), self._standing.counted(peer, self.round, now, self.settings.refresh_s)
+            return [f.SendOffer(self.current.id, peer, self.current.deadline, apart, most)]
         return self._own_round()
 
     def _own_round(self, number: int | None = None) -> list[f.Decision]:
@@ -290,10 +291,14 @@ class Core:
             else:
                 why, retry_s = ("crossed" if crossed else "busy"), MOMENT_S
         if why:
+            self._told_ahead |= why == "behind"
             return [f.Refuse(offer.exchange, peer, why, retry_s)]
         self._patience.came(peer)
         self.current = Current(offer.exchange, peer, False, now + self.pace.tau_s(peer), True)
-        return [*out, f.Take(offer.exchange, peer, self.current.deadline)]
+        most = MAX_ROUND
+        if offer.round > self.round:
+            most = self._standing.counted(peer, self.round, now, self.settings.refresh_s)
+        return [*out, f.Take(offer.exchange, peer, self.current.deadline, most)]
 
     def _objection(self, fact: f.Offered, now: float) -> tuple[str, float]:
         """Why an offer can't be taken whatever else we do, and when to ask again."""

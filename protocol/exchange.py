@@ -60,6 +60,7 @@ def offer_stands(offerer: PeerId, responder: PeerId) -> bool:
 
 
 def merged_round(ours: int, theirs: int) -> int:
+    """`theirs`: as far as it counts (standing.py)."""
     return max(ours, theirs) + 1
 
 

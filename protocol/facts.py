@@ -108,6 +108,7 @@ class SendOffer:
     peer: PeerId
     deadline: float
     reach: int = FAR_BEHIND_ROUNDS  # the rounds that the two may be apart
+    most: int = MAX_ROUND  # a higher round of theirs counts as this one in our merge
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Take:
     exchange: bytes
     peer: PeerId
     deadline: float
+    most: int = MAX_ROUND  # a higher round of theirs counts as this one in our merge
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,21 @@ class Members:
             if seen.announcement.phase == "training" and (seen.peer not in met or met[seen.peer].avoided_s(now) <= 0)
         ]
 
+    def highest(self, block: int, now: float, *, but: PeerId) -> tuple[int, int]:
+        """The two highest rounds that living holders of a block announced, of states that are worth anything; 0 where there is none.
+
+        Offenders and `but` have no say.
+        """
+        self._look(block)
+        first = second = 0
+        for shelf in (self._friends[block], self._strangers[block]):
+            for seen in shelf.values():
+                word = seen.announcement  # the cheapest question first: blocks may be crowded
+                counts = word.round > second and seen.expires_at > now and word.phase != "joining" and seen.peer != but
+                if counts and not self.offence_s(seen.peer, now):
+                    first, second = (word.round, first) if word.round > first else (first, word.round)
+        return first, second
+
     def everybody(self, now: float) -> list[Member]:
         """The living holders of all blocks, block by block."""
         return [member for block in range(self.blocks) for member in self.holders(block, now)]

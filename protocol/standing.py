@@ -2,17 +2,31 @@
 
 A round is a claim. Anybody may announce any, a record is as old as its last renewal, and rounds may take milliseconds or minutes. So what
 is followed is within reach of the median where three or more can be compared, and reach is a matter of pace.
+
+In a merge less is followed. Each side takes the higher round of both for its own, so who says that it is ahead, by anything within reach,
+would push the numbers of its whole block on at every merge, and a schedule by rounds would run out too soon. There a round counts as far
+as two others stand by it, we among them, and a few rounds beyond. One liar moves nothing alone then; one fast replica does, by the few,
+and those that it lifts stand by it before the next. Both sides have the same merge, bit for bit; where one does not believe the other's
+round they number it differently, for the one that is ahead cannot go back.
 """
 
 from __future__ import annotations
 
 import statistics
+from typing import Final
 
 from blocktrain.protocol import acceptance
+from blocktrain.protocol.acceptance import MAX_REACH
 from blocktrain.protocol.exchange import Tempo, tokens_per_round
 from blocktrain.protocol.ids import PeerId
 from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.membership import Members, believable_round
+from blocktrain.protocol.records import MAX_ROUND
+
+LEAD: Final = (
+    2  # rounds by which one replica may be ahead of all others in our merge: one is too few where one of twenty is ten times faster
+)
+AGE_SHARE: Final = 0.5  # of a refresh: how old a record is on average, and rounds were made since
 
 
 class Standing:
@@ -34,6 +48,17 @@ class Standing:
         """The same for us and the middle one of the holders: so far they may have come since they announced their rounds."""
         speeds = [member.tokens_per_s for member in self._members.holders(self._block, now, trained_only=True)]
         return self._reach(statistics.median_low(speeds) if speeds else 0.0)
+
+    def counted(self, peer: PeerId, round: int, now: float, refresh_s: float) -> int:
+        """The highest round of a peer's that counts in a merge with it; a higher one counts as this. See the module's docstring.
+
+        With nobody else to ask, any counts: of two replicas nobody can say who is right.
+        """
+        first, second = self._members.highest(self._block, now, but=peer)
+        if not first:
+            return MAX_ROUND
+        backed = min(first, max(round, second))  # the second of them and us
+        return backed + LEAD + int(min(MAX_REACH, AGE_SHARE * refresh_s * self.tempo.rounds_per_s))
 
     def believed(self, round: int, now: float) -> int:
         """The highest round of our block that is believed, our own among them. Below our own: the others are right to decline us.

@@ -175,6 +175,9 @@ class Recorded:
     def holders(self, block: int) -> list[Person]:
         return [node for node in self.nodes if node.block == block and node.holds]
 
+    def lies(self, peer: str) -> bool:
+        return any(node.liar for node in self.nodes if node.number == self.by_peer.get(peer))
+
     def can_meet(self, one: int, other: int) -> bool:
         return True
 

@@ -18,7 +18,8 @@ from blocktrain.protocol.ids import Digest, PeerId, peer_id_of_key
 from blocktrain.protocol.manifest import Manifest, Model, Noise, Optimizer, Schedule
 from blocktrain.protocol.messages import Offer
 from blocktrain.protocol.patience import MOST_S
-from blocktrain.protocol.records import Announcement, Seen
+from blocktrain.protocol.records import MAX_ROUND, Announcement, Seen
+from blocktrain.protocol.standing import LEAD
 
 MANIFEST = Manifest(
     format=1,
@@ -259,6 +260,54 @@ def test_quick_replicas_average_though_they_are_many_rounds_apart(apart: int) ->
     assert order.reach == reach(50.0) == 500
 
 
+@pytest.mark.parametrize(
+    ("others", "counts"),
+    [
+        ((), MAX_ROUND),  # of two nobody can say who is right
+        ((9,), 9 + LEAD),  # two stand by our 10, or by what is below it
+        ((10,), 10 + LEAD),
+        ((14,), 10 + LEAD),
+        ((14, 13), 13 + LEAD),
+        ((45, 14, 13), 14 + LEAD),  # one more liar alone changes nothing
+        ((3, 4), 4 + LEAD),
+    ],
+)
+def test_in_a_merge_a_round_counts_as_far_as_two_stand_by_it_and_a_little_beyond(others: tuple[int, ...], counts: int) -> None:
+    core = training(LOW, round=10)
+    core.handle(f.Saw(0, tuple(seen(peer, round=round) for peer, round in zip(PEERS[3:], others, strict=False))), T0 + 2)
+    taken = only(core.handle(f.Offered(LOW, offer(round=40)), T0 + 3), f.Take)
+    assert isinstance(taken, f.Take)
+    assert taken.most == counts
+    core.handle(f.Ended(b"o" * 16, LOW, Result("merged"), 0.1), T0 + 4)
+    core.handle(f.Saw(0, tuple(seen(peer, round=10, phase="left", until=T0 + 70) for peer in PEERS[3:])), T0 + 5)
+    order = only(core.handle(f.Trained(), T0 + 6), f.SendOffer)
+    assert isinstance(order, f.SendOffer)
+    assert (order.peer, order.most) == (LOW, MAX_ROUND), "who has left stands by nothing"
+
+
+def test_an_offender_stands_by_no_round() -> None:
+    core = training(LOW, HIGH, OTHER, round=10)
+    core.handle(f.Saw(0, (seen(HIGH, round=40, until=T0 + 70),)), T0 + 2)
+    core.handle(f.Saw(0, (seen(OTHER, round=45, until=T0 + 70),)), T0 + 2)
+    core.handle(f.Blamed(OTHER, "nonsense", True), T0 + 2)
+    taken = only(core.handle(f.Offered(LOW, offer(round=40)), T0 + 3), f.Take)
+    assert isinstance(taken, f.Take)
+    assert taken.most == 10 + LEAD
+
+
+def test_where_rounds_are_quick_those_of_half_a_refresh_count_as_well() -> None:
+    core = training(LOW, HIGH, round=1000)
+    for n in range(20):
+        core.handle(f.Trained(), T0 + 5 + 0.1 * n)
+        if core.current is not None:
+            core.handle(f.Ended(core.current.id, core.current.peer, Result("late"), 0.1), T0 + 5 + 0.1 * n)
+        if core.current is not None:
+            core.handle(f.Ended(core.current.id, core.current.peer, Result("late"), 0.1), T0 + 5 + 0.1 * n)
+    taken = only(core.handle(f.Offered(LOW, offer(round=1040)), T0 + 7), f.Take)
+    assert isinstance(taken, f.Take)
+    assert taken.most == pytest.approx(1000 + LEAD + 10.0 * core.settings.refresh_s / 2, abs=1)
+
+
 def test_a_boast_about_speed_does_not_make_every_round_believable() -> None:
     assert reach(1e12) == MAX_REACH
     assert reach(0.0) == reach(0.1) == FAR_BEHIND_ROUNDS
@@ -345,6 +394,13 @@ def test_a_replica_that_never_got_state_declines_one_that_is_ahead_and_looks_for
 # ---- a round that nobody believes -----------------------------------------------------------------------------------------------------
 
 TALL = 10**6
+
+
+def test_one_that_has_to_decline_another_as_too_far_behind_asks_itself_whether_anybody_believes_its_round() -> None:
+    core = training(LOW, round=TALL)
+    assert kinds(core.handle(f.Offered(HIGH, offer(round=20)), T0 + 3)) == ["Refuse"]
+    others = (seen(HIGH, round=20, until=T0 + 90), seen(OTHER, round=22, until=T0 + 90))
+    assert core.handle(f.Saw(0, others), T0 + 6) == [f.PublishOwn(22)]
 
 
 def all_decline(core: Core, when: float) -> list[f.Decision]:

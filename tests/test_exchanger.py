@@ -400,6 +400,21 @@ async def test_a_merge_that_only_we_use_is_one_sided_and_ours(
     await merge_works(pair)
 
 
+@pytest.mark.parametrize(("most", "round"), [(2, 3), (40, 41), (200, 71)])
+async def test_a_round_of_theirs_counts_as_far_as_the_core_says_on_either_side(pair: Pair, most: int, round: int) -> None:
+    """They have round 70, we 2: the bits of the merge are the same whatever we believe."""
+    digest = pair.other.replica.published().digest
+    await pair.other.replica.load(bytes(pair.other.replica.state()[1]), 70, digest)
+    digest = pair.honest.replica.published().digest
+    await pair.honest.replica.load(bytes(pair.honest.replica.state()[1]), 2, digest)
+    await pair.other.twin.transport.serve(EXCHANGE, pair.other.answer)
+    await pair.honest.exchanger.offer(f.SendOffer(ID, pair.other.twin.peer, time.time() + PATIENT_S, reach=100, most=most))
+    assert pair.honest.ended().kind == "merged"
+    ours, theirs = pair.honest.replica.published(), pair.other.replica.published()
+    assert (ours.round, theirs.round) == (round, 71)
+    assert ours.digest == theirs.digest
+
+
 async def test_a_download_during_an_exchange_makes_its_merge_void_and_nothing_of_it_counts(pair: Pair) -> None:
     """The merge was computed from a block that is not there any more."""
     donor_state = bytes(pair.other.replica.state()[1])

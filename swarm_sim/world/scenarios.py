@@ -137,6 +137,18 @@ def liar_minority(n: int, rng: Random) -> Plan:
     return _plan(people, _starts(n, rng, 30.0), blocks)
 
 
+def rush(n: int, rng: Random) -> Plan:
+    """In every block one, but for the first node, says in each exchange that it is ahead by all that is within reach."""
+    blocks = _blocks(n)
+    people = _people(n, rng, blocks)
+    for block in range(blocks):
+        members = [number for number in range(1, n) if number % blocks == block]
+        if len(members) >= 3:  # of two replicas nobody can say who is right
+            number = rng.choice(members)
+            people[number] = replace(people[number], lies="edge")
+    return _plan(people, _starts(n, rng, 30.0), blocks)
+
+
 def last_replica(n: int, rng: Random) -> Plan:
     """All replicas of a block die, one after the other, and nobody takes their place."""
     blocks = max(2, _blocks(n))
@@ -254,5 +266,6 @@ SCENARIOS: Final[dict[str, Callable[[int, Random], Plan]]] = {
     "bad-links": bad_links,
     "nat": nat,
     "chaos": chaos,
+    "rush": rush,
     **{name: _regime(name) for name in REGIMES},
 }

@@ -7,7 +7,7 @@ sees nothing until a timeout. What liars send is made here, at the last moment b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from blocktrain.protocol import acceptance, limits
@@ -17,6 +17,7 @@ from blocktrain.protocol.errors import PeerFault, Unfit
 from blocktrain.protocol.exchange import Exchange, Result
 from blocktrain.protocol.ids import NO_DIGEST, Digest
 from blocktrain.protocol.messages import Accept, Offer, Outcome
+from blocktrain.protocol.records import MAX_ROUND
 from blocktrain.swarm_sim.world.compute import Taken, Terms, digest_of, pack, unpack
 from blocktrain.swarm_sim.world.links import Host
 
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 OUTCOME_TIMEOUT_S: Final = 15.0  # as in node/exchanger.py
 EOF_S: Final = 0.045  # until the end of a dead process's stream is seen
 MARGIN: Final = 0.1  # nats per token, a node's default
-LIES: Final = ("nan", "huge", "digest", "weight", "ahead", "tall")
+LIES: Final = ("nan", "huge", "digest", "weight", "ahead", "tall", "edge")
 FEW_ROUNDS: Final = 40  # a tale within what is believed
 TALL: Final = 10**6
 
 
 def tale(node: Node) -> int:
     """By how many rounds a node overstates what it has."""
-    return {"ahead": FEW_ROUNDS, "tall": TALL}.get(node.who.lies, 0)
+    return {"ahead": FEW_ROUNDS, "edge": FEW_ROUNDS, "tall": TALL}.get(node.who.lies, 0)
 
 
 def corrupt(lie: str, payload: bytes, digest: Digest) -> tuple[bytes, Digest]:
@@ -61,6 +62,7 @@ class Side:
     payload: bytes = b""  # as it is sent; a liar's is not its own state
     digest: Digest = NO_DIGEST
     reach: int = FAR_BEHIND_ROUNDS  # by the order of the one who offers
+    most: int = MAX_ROUND  # of the other's round, so much counts in our merge
     stage: str = "open"  # open → swapping → settling → telling → over
     outcome: Outcome | None = None
     refusal: Result | None = None
@@ -71,8 +73,12 @@ class Side:
         return self.talk.responder if self is self.talk.offerer else self.talk.offerer
 
     def terms(self) -> Terms:
-        lies = self.node.who.lies
-        return Terms(self.mine.round + tale(self.node), 1e15 if lies == "weight" else self.mine.weight, self.digest)
+        """As this side tells them; a liar on the edge is ahead of its partner by all that is within reach."""
+        node, lies = self.node, self.node.who.lies
+        round = self.mine.round + tale(node)
+        if lies == "edge":
+            round = max(round, node.world.by_peer[self.exchange.peer].compute.round + FAR_BEHIND_ROUNDS - 1)
+        return Terms(round, 1e15 if lies == "weight" else self.mine.weight, self.digest)
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +98,7 @@ def _side(node: Node, peer: Node, order: f.SendOffer | f.Take, talk: Talk, *, ou
     side = Side(node, exchange, mine, now, talk, mine.payload, mine.digest)
     if node.who.lies:
         side.payload, side.digest = corrupt(node.who.lies, mine.payload, mine.digest)
+    side.most = order.most
     node.talks[order.exchange] = side
     node.later(order.deadline - now, _deadline, side)
     return side
@@ -232,6 +239,7 @@ def _settle(side: Side) -> None:
 def _verified(side: Side, other: Side) -> Digest:
     """Judge the merge and adopt it. Raises: PeerFault."""
     node, terms = side.node, other.terms()
+    terms = replace(terms, round=min(terms.round, side.most))
     if digest_of(other.payload) != terms.digest:
         raise PeerFault("the snapshot does not have the digest that was announced", other.node.peer)
     mixed = node.compute.consider(side.mine, other.payload, terms, mine_first=side.exchange.mine_first)

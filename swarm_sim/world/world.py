@@ -254,6 +254,9 @@ class World:
         """The most by which a clock is off, at any time of the story."""
         return max((abs(node.clock.skew_s) + abs(node.clock.drift) * self.plan.end_s for node in self.nodes), default=0.0)
 
+    def lies(self, peer: str) -> bool:
+        return self.by_peer[PeerId(peer)].liar
+
     def can_meet(self, one: int, other: int) -> bool:
         """Whether one of two nodes can call the other."""
         return self.network.callable(one, other) or self.network.callable(other, one)

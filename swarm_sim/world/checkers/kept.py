@@ -2,7 +2,8 @@
 
 Replicas are a few rounds apart at all times, and the newest of them may be the one that dies: what counts is that none of the others is
 further behind it than a node may be before it takes state instead of averaging. A node that is renumbered (order.py) loses nothing but a
-number: then the newest round is that of those who hold the block.
+number: then the newest round is that of those who hold the block. And a round that a node has by the word of a liar alone, more than those
+few beyond all other honest holders, was never come to: it counts from when another honest one, who has it not from the liar, is near it.
 """
 
 from __future__ import annotations
@@ -20,15 +21,22 @@ class Kept(Checker):
     def __init__(self, world: Scene) -> None:
         super().__init__(world)
         self.newest: dict[int, int] = {}  # block → round
+        self._misled: set[int] = set()
         world.watchers.published.append(self._published)
         world.watchers.sampled.append(self._sampled)
 
     def _published(self, node: Actor, how: str, donor: str | None) -> None:
         if node.liar:
             return
+        here = [other for other in self.world.holders(node.block) if not other.liar and other is not node]
+        others = [other.round for other in here if other.number not in self._misled]
+        if any(round >= node.round - FETCH_WHEN_BEHIND for round in others) or how == "renumbered":
+            self._misled.discard(node.number)
+        elif donor is not None and self.world.lies(donor):
+            self._misled.add(node.number)
         if how == "renumbered":
             self.newest[node.block] = max((other.round for other in self.world.holders(node.block) if not other.liar), default=0)
-        else:
+        elif node.number not in self._misled:
             self.newest[node.block] = max(self.newest.get(node.block, 0), node.round)
 
     def _sampled(self, at_s: float) -> None:

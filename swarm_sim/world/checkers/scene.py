@@ -182,6 +182,10 @@ class Scene(Protocol):
         """Who truly holds a block now: up, and past joining."""
         ...
 
+    def lies(self, peer: str) -> bool:
+        """Whether the node of this peer id is a liar."""
+        ...
+
     def can_meet(self, one: int, other: int) -> bool:
         """Whether one of two nodes can call the other."""
         ...
