@@ -22,6 +22,7 @@ import msgpack
 from blocktrain.node import daemon, dialing, lean, taming
 from blocktrain.node.daemon import MAX_UNARY_BYTES, Children, Daemon, Owned, Settings
 from blocktrain.node.identity import Identity
+from blocktrain.node.intake import Intake, Intakes
 from blocktrain.node.sealing import Seals, split
 from blocktrain.protocol import ids, limits
 from blocktrain.protocol.errors import Malformed, NetworkFault
@@ -43,7 +44,6 @@ with lean.packages():
 
 log = logging.getLogger("blocktrain.libp2p")
 
-READER_LIMIT_BYTES: Final = 1024 * 1024  # a stream's buffer in Python; asyncio's 64 KiB would throttle bulk transfers (facts: 120 MB/s)
 RPC_TIMEOUT_S: Final = 3.0  # one DHT call to one node; a lookup makes several, side by side
 CONTROL_TIMEOUT_S: Final = 5.0  # a question to our own daemon
 PEER_BYTES: Final = 38  # of an Ed25519 peer id, the only kind of subkey
@@ -54,7 +54,7 @@ MAX_BOOK: Final = 1024  # peers whose addresses we remember
 
 _DICTIONARY: Final[int] = MSGPackSerializer._ext_types[DictionaryDHTValue]
 
-Inbound = Callable[[PeerId, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Inbound = Callable[[PeerId, Intake, asyncio.StreamWriter], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class Libp2p:
         self._handlers: dict[str, Inbound] = {}
         self._serving: set[asyncio.Task[Any]] = set()
         self._server: asyncio.AbstractServer | None = None
+        self._intakes = Intakes()
         self._silent_since: float | None = None
         self._p2p: Any = None
         self._dht: Any = None
@@ -134,7 +135,7 @@ class Libp2p:
         self._p2p._client.control._handler_tasks = taming.Serving()
         self._p2p.peer_id = PeerID(self._identity.peer_bytes)
         self._p2p._alive = True
-        self._server = await asyncio.start_unix_server(self._inbound, path=self._daemon.client_socket, limit=READER_LIMIT_BYTES)
+        self._server = await self._intakes.serve(self._inbound, str(self._daemon.client_socket))
         self._dht = await DHTNode.create(
             p2p=self._p2p,
             node_id=DHTID.generate(source=self._identity.peer_bytes),  # the same after a restart: nobody keeps a ghost of us
@@ -276,7 +277,7 @@ class Libp2p:
 
     # ---- streams ------------------------------------------------------------------------------------------------------------------
 
-    async def open_stream(self, peer: PeerId, kind: str, *, timeout_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open_stream(self, peer: PeerId, kind: str, *, timeout_s: float) -> tuple[Intake, asyncio.StreamWriter]:
         """A stream to a peer's handler of this kind. It may "succeed" though nobody is there: the first answer proves it.
 
         Raises: NetworkFault: with the reason.
@@ -301,7 +302,7 @@ class Libp2p:
         request = p2pd_pb2.StreamHandlerRequest(addr=where, proto=[kind], balanced=False)
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request), CONTROL_TIMEOUT_S)
 
-    async def _inbound(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _inbound(self, reader: Intake, writer: asyncio.StreamWriter) -> None:
         """A stream from our daemon. It says first who is there, which TLS has proved."""
         task = asyncio.current_task()
         assert task is not None
@@ -328,14 +329,14 @@ class Libp2p:
         writer.close()
         return response
 
-    async def _talk(self, message: Any, timeout_s: float) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _talk(self, message: Any, timeout_s: float) -> tuple[Any, Intake, asyncio.StreamWriter]:
         """One request on a connection of its own, which stays open. Raises: NetworkFault."""
         if self.died.is_set():
             raise NetworkFault(self.reason)
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                reader, writer = await asyncio.open_unix_connection(self._daemon.control_socket, limit=READER_LIMIT_BYTES)
+                reader, writer = await self._intakes.open(str(self._daemon.control_socket))
                 await write_pbmsg(writer, message)
                 response = p2pd_pb2.Response()
                 await read_pbmsg_safe(reader, response)

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 from blocktrain.node import logs
+from blocktrain.node.intake import Intake
 from blocktrain.node.ports import Buffer, Busy, Handler, UnknownState
+from blocktrain.node.room import room
 from blocktrain.protocol import handshake, ids, limits, messages, wire
 from blocktrain.protocol.errors import BlocktrainError, Incompatible, Malformed, NetworkFault, PeerFault
 from blocktrain.protocol.handshake import Greeting
@@ -35,7 +37,7 @@ SLOWEST_BYTES_PER_S: Final = 64 * 1024  # … on a slow link
 END_TIMEOUT_S: Final = 2.0  # to tell a peer that its stream ends badly
 BUSY_RETRY_S: Final = 2.0  # what a peer over the bound of streams is told
 
-Reader: TypeAlias = asyncio.StreamReader
+Reader: TypeAlias = Intake
 Writer: TypeAlias = asyncio.StreamWriter
 
 
@@ -79,6 +81,7 @@ class PeerStream:
         self._greeted_at: tuple[float, float] | None = None  # our hello's time, by the clock and by the monotonic one; None: done
         self._incoming: tuple[int, int] | Message | None = None  # how far a frame was read when its `receive` ran out of time
         self._body_bytes = 0
+        self._body: memoryview | None = None  # of that frame, as far as it was read
         self._unanswered_bytes = 0  # written since the last frame from the other side; 0: we did not write last
         self._mid_frame = False  # we wrote part of a frame: nothing more can follow
         self._broken = False
@@ -166,7 +169,7 @@ class PeerStream:
         return None
 
     async def _frame(self, max_body: int) -> tuple[Message, memoryview]:
-        """Each `readexactly` takes all or nothing, and what was taken is kept: a receive that ran out of time loses no bytes."""
+        """What was read of a frame is kept: a receive that ran out of time loses no bytes."""
         if self._incoming is None:
             self._incoming = wire.prefix(await self._reader.readexactly(wire.PREFIX_BYTES))
         if isinstance(self._incoming, tuple):
@@ -177,11 +180,13 @@ class PeerStream:
         message, body_bytes = self._incoming, self._body_bytes
         if body_bytes > max_body:
             raise Malformed(f"{type(message).__name__} with a body of {body_bytes} bytes; at most {max_body} are expected")
-        body = await self._reader.readexactly(body_bytes) if body_bytes else b""
+        if self._body is None:
+            self._body = room(body_bytes)
+        await self._reader.fill(self._body)
+        body, self._body, self._incoming = self._body, None, None
         self._transport.traffic.bytes_in += body_bytes
-        self._incoming = None
         self._unanswered_bytes = 0
-        return message, memoryview(body)
+        return message, body
 
     def _write(self, data: bytes | memoryview) -> None:
         if self._closed or self._writer.transport.is_closing():

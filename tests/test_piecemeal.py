@@ -68,3 +68,16 @@ def test_a_stand_in_takes_no_memory_and_spoils_what_uses_it_unseen() -> None:
     weight = stand_in((1000, 1000))
     assert weight.untyped_storage().nbytes() == 4
     assert bool((torch.ones(1000) @ weight).isnan().all())
+
+
+def test_the_memory_of_a_result_that_nobody_has_any_more_serves_the_next() -> None:
+    rooms = piecemeal._Rooms()
+    first = rooms.take(1 << 16).fill_(1.0)
+    view, place = first.view(2, -1)[1], first.data_ptr()
+    second = rooms.take(1 << 15)
+    assert second.data_ptr() != place
+    del first
+    assert rooms.take(1 << 15).data_ptr() != place, "a view of it lives"
+    assert view.sum() == 1 << 15
+    del view
+    assert rooms.take(1 << 16).data_ptr() == place

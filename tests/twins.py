@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from blocktrain.node.intake import Intake
 from blocktrain.node.transport import Libp2pTransport, Met, Reader, Writer
 from blocktrain.protocol import ids, records
 from blocktrain.protocol.errors import NetworkFault
@@ -29,7 +30,6 @@ from blocktrain.protocol.ids import PeerId, RunId
 from blocktrain.protocol.records import Announcement, Key, RunRecord, Seen
 
 Inbound = Callable[[PeerId, Reader, Writer], Awaitable[None]]
-READER_LIMIT_BYTES = 1024 * 1024
 
 
 def peer_named(name: str) -> PeerId:
@@ -51,7 +51,7 @@ class Pipe:
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.reader = asyncio.StreamReader(limit=READER_LIMIT_BYTES)
+        self.reader = Intake()
         self.reader.set_transport(cast(asyncio.Transport, self))
         self._loop = asyncio.get_running_loop()
         self._under_way: deque[tuple[float, bytes]] = deque()

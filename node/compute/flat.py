@@ -5,8 +5,6 @@ P is the number of parameters. States travel and are digested as float32, little
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -17,12 +15,12 @@ from torch import Tensor, nn
 
 from blocktrain.node.compute.model import Block
 from blocktrain.node.ports import Buffer
+from blocktrain.node.room import room
 from blocktrain.protocol.errors import PeerFault
 from blocktrain.protocol.ids import Digest
 from blocktrain.protocol.manifest import Manifest
 
 PIECE: Final = 1 << 17  # elements per call over a whole state: temporaries stay in the CPU's cache, and no call is long
-_MAPPED_BYTES: Final = 1 << 20  # from here on memory is asked of the system
 _DIGEST_BYTES: Final = 4 << 20  # per call of the hash
 
 
@@ -100,18 +98,8 @@ def empty(size: int) -> Tensor:
 
 
 def memory(size_bytes: int) -> np.ndarray[Any, Any]:
-    """Bytes [size_bytes], uint8, their values not set yet, which go back to the system as soon as nobody holds them.
-
-    Malloc's would not: once a few buffers of a size were freed it keeps more like them for the thread that had them, a state's worth and
-    more. Huge pages where there are any: the first touch then costs a tenth.
-    """
-    if size_bytes < _MAPPED_BYTES:
-        return np.empty(size_bytes, np.uint8)
-    room = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            room.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(room, np.uint8)
+    """Bytes [size_bytes], uint8, their values not set yet, which go back to the system as soon as nobody holds them (room.py)."""
+    return np.frombuffer(room(size_bytes), np.uint8)
 
 
 def digest(payload: Buffer) -> Digest:

@@ -16,9 +16,10 @@ from blocktrain.node.compute.flat import Flat, views
 from blocktrain.node.compute.model import Block
 from blocktrain.node.compute.objective import objective_of
 from blocktrain.node.compute.piecemeal import Piecemeal, Reading, stand_in
+from blocktrain.node.room import give_back as give_back_rooms
 from blocktrain.protocol.manifest import Manifest
 
-PASS_BYTES: Final = 2 << 20  # of the widest activation: windows are measured together as long as that is no larger
+PASS_BYTES: Final = 1 << 20  # of the widest activation: windows are measured together as long as that is no larger
 
 
 class Gauge:
@@ -50,6 +51,7 @@ class Gauge:
             else:
                 self._flat.data.copy_(state_P)
             return self._score()
+        give_back_rooms()  # where that of chunks was is room for activations
         try:
             if not isinstance(state_P, Reading):
                 for parameter, view in zip(self._parameters, views(self._shapes, state_P).values(), strict=True):

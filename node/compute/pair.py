@@ -45,9 +45,9 @@ class Pair:
         """Ours of this piece is kept already."""
         self._bytes[self._part(piece, 1)] = payload
 
-    def payload(self, piece: slice) -> bytes:
-        """Ours of a piece that is kept, encoded. A copy: it may be on its way still when both snapshots are gone."""
-        return bytes(self._bytes[self._part(piece, 0)])
+    def payload(self, piece: slice) -> memoryview:
+        """Ours of a piece that is kept, encoded. To be copied at once: it is gone when both snapshots are."""
+        return self._bytes[self._part(piece, 0)]
 
     def ours(self, piece: slice) -> Tensor:
         assert not self._settled, "the snapshots are gone"

@@ -7,9 +7,11 @@ at once is a tile and what flows through the block, however large the block is.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from blocktrain.node.compute import flat
 from blocktrain.node.compute.codecs import Read
+from blocktrain.node.room import room
 
-TILE: Final = 1 << 18  # elements of a matrix that exist at once
+TILE: Final = 1 << 17  # elements of a matrix that exist at once
 
 
 class Reading:
@@ -65,6 +68,8 @@ class Piecemeal(TorchFunctionMode):
         self._reading = reading
         self._begins = begins
         self._room = flat.empty(TILE)
+        self._rooms = _Rooms()
+        self._fresh: Tensor | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -73,6 +78,8 @@ class Piecemeal(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func is F.linear and not kwargs and len(args) == 2 and self._is_ours(args[1]):
             return self._linear(*args)
+        if func is F.gelu and len(args) == 1 and args[0] is self._fresh:
+            return torch.ops.aten.gelu_(*args, **(kwargs or {}))
         if func is F.embedding and not kwargs and len(args) == 2 and self._is_ours(args[1]):
             return self._embedding(*args)
         return func(*(self._whole(each) for each in args), **{name: self._whole(each) for name, each in (kwargs or {}).items()})
@@ -93,11 +100,13 @@ class Piecemeal(TorchFunctionMode):
             yield tile, lambda tile=tile: self._reading.fill(begin + tile.start * width, room[: tile.stop - tile.start])  # type: ignore[misc]
 
     def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        self._fresh = None
         flat_x = x.reshape(-1, x.shape[-1])
-        out = x.new_empty(len(flat_x), weight.shape[0])
+        out = self._rooms.take(len(flat_x) * weight.shape[0]).view(len(flat_x), -1)
         for tile, make in self._tiles(weight):
             torch.mm(flat_x, make().t(), out=out[:, tile])
-        return out.view(*x.shape[:-1], -1)
+        self._fresh = out.view(*x.shape[:-1], -1)
+        return self._fresh
 
     def _embedding(self, at: Tensor, weight: Tensor) -> Tensor:
         out = torch.empty(*at.shape, weight.shape[1])
@@ -107,3 +116,22 @@ class Piecemeal(TorchFunctionMode):
             if len(here):
                 flat_out[here] = make()[flat_at[here] - tile.start]
         return out
+
+
+class _Rooms:
+    """Memory for results, in turns: that of one which nobody has any more is the next one's. On the heap each would leave a hole."""
+
+    def __init__(self) -> None:
+        self._free: list[memoryview] = []
+
+    def take(self, size: int) -> Tensor:
+        """[size] float32, its values not set yet."""
+        fitting = [index for index, memory in enumerate(self._free) if len(memory) >= 4 * size]
+        if fitting:
+            memory = self._free.pop(min(fitting, key=lambda index: len(self._free[index])))
+        else:
+            self._free.clear()  # all too small: what comes next is served by the larger one
+            memory = room(4 * size)
+        array = np.frombuffer(memory, np.float32, size)
+        weakref.finalize(array, self._free.append, memory).atexit = False
+        return torch.from_numpy(array)

@@ -21,6 +21,7 @@ from blocktrain.node.compute.merging import Combined, Merging
 from blocktrain.node.compute.pair import Pair, fits
 from blocktrain.node.compute.trainer import TrainingFailed
 from blocktrain.node.ports import Buffer
+from blocktrain.node.room import room
 from blocktrain.protocol.errors import PeerFault
 from blocktrain.protocol.ids import Digest
 
@@ -64,8 +65,15 @@ class Halves:
         Raises: TrainingFailed: our own parameters are not numbers any more, so that nobody may get them.
         """
         one = self._coder.encoded_bytes(min(flat.PIECE, self.ours.numel()))
-        parts = [self._give() for _ in range(min(max(1, most_bytes // one), len(self._pieces) - self._given))]
-        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        last = min(len(self._pieces), self._given + max(1, most_bytes // one))
+        given = self._pieces[self._given : last]
+        out = room(sum(self._coder.encoded_bytes(piece.stop - piece.start) for piece in given))
+        begin = 0
+        for _ in given:
+            payload = self._give()
+            out[begin : begin + len(payload)] = payload
+            begin += len(payload)
+        return out.toreadonly()
 
     def _give(self) -> memoryview:
         """The next piece of ours, which may have been encoded before it was asked for, as the other side is ahead of us."""
@@ -73,7 +81,7 @@ class Halves:
         self._given += 1
         if self._given > self._encoded:
             return self._encode()
-        return self._unsent.popleft() if self.pair is None else memoryview(self.pair.payload(piece))
+        return self._unsent.popleft() if self.pair is None else self.pair.payload(piece)
 
     @property
     def digest(self) -> Digest:
