@@ -6,8 +6,8 @@ life           service (facts into the protocol core, decisions out of it), port
 a round        exchanger (an exchange), transfer (its bytes), catchup, download and shards (state instead of averaging)
 a sweep        holder (a holder's side), client, traversal and legs (the client's), gateway and export (other ways to ask)
 network        network (all of it, as one context), libp2p (the one file that imports hivemind) with daemon, lean, taming, sealing,
-               bootstrap and dialing; transport (streams) over intake (their bytes) and room (memory for them), directory (records), join (from an address to a manifest), reachability, proof,
-               identity
+               bootstrap and dialing; transport (streams) over intake (their bytes) and room (memory for them), directory (records),
+               join (from an address to a manifest), reachability, proof, identity
 data           data (batches), corpus, sources, fetched, wiki, permutation, cache, tokenizer, recipe_file
 disk           store, checkpoint, logs
 this machine   doctor, survey, sizes, bandwidth, leftovers (of programs that were killed)
