@@ -23,9 +23,7 @@ from blocktrain.protocol.manifest import Manifest
 from blocktrain.protocol.membership import Members, believable_round
 from blocktrain.protocol.records import MAX_ROUND
 
-LEAD: Final = (
-    2  # rounds by which one replica may be ahead of all others in our merge: one is too few where one of twenty is ten times faster
-)
+LEAD: Final = 2  # rounds by which one replica may be ahead of all others in our merge; one is too few for one of twenty that is fast
 AGE_SHARE: Final = 0.5  # of a refresh: how old a record is on average, and rounds were made since
 
 
