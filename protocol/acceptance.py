@@ -6,7 +6,8 @@ cost a norm and one forward pass. The word that names the failed check goes to t
 
 How much the merge may hurt depends on where the partner went. Replicas of one block are pulled by one loss: the ways that two honest ones
 have come since our published state point the same way, with a cosine of 0.14 … 0.91 from the first round to a plateau, fresh noise and
-turned-round work at -0.9 … 0.1 (bench gossip, part `attacks`). Who goes our way has the margin, and in the first rounds, when losses fall
+turned-round work at -0.9 … 0.1 (bench gossip, part `attacks`). (Without n-gram tables: each moves the rows that its own text names, at a
+cosine of 0.02, which would hide the rest.) Who goes our way has the margin, and in the first rounds, when losses fall
 by more than the margin in one round and a mean of two lags behind both, a share of what we gained. Who does not may hardly hurt at all.
 Direction alone refuses nobody: a mean of two that only differ by noise is better than either.
 """
@@ -45,7 +46,7 @@ class Measures:
     drift: float  # how far we have come since the last merge or download: |our snapshot - our published state|, and own rounds before it
     loss_before: float | None  # our snapshot on our held-out batch, nats per token
     loss_after: float | None  # the merge on the same batch
-    along: float = 1.0  # cosine between their way and ours since our published state
+    along: float = 1.0  # cosine between their way and ours since our published state, without n-gram tables
     loss_published: float | None = None  # our published state on the same batch, where it is known
 
 

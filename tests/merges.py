@@ -58,7 +58,9 @@ async def snapshot_of(replica: TorchReplica, codec: str, reference: bytes = b"")
 
 async def merge_of(replica: TorchReplica, mine: Snapshot, payload: Buffer, theirs: Said, *, mine_first: bool) -> Trial:
     """Raises: PeerFault, as an exchange would."""
-    halves = Halves(codec_of(mine.codec), mine.live.clone(), mine.published, mine.reference, whole=mine.swap.halves.pair is None)
+    began = mine.swap.halves
+    whole, aside = began.pair is None, began._aside
+    halves = Halves(codec_of(mine.codec), mine.live.clone(), mine.published, mine.reference, whole=whole, aside=aside)
     swap = Swap(replica, halves, mine.codec, mine.round, mine.weight, mine.swap.tokens, mine.swap.generation)
     swap.meet(Terms(theirs.peer, theirs.round, theirs.weight, theirs.codec), mine_first=mine_first)
     await swap.take(payload)

@@ -23,8 +23,8 @@ from blocktrain.protocol.acceptance import judge
 from blocktrain.protocol.errors import BlocktrainError, DoesNotFit, NetworkFault, PeerFault, UsageError
 from blocktrain.protocol.exchange import shares, tokens_per_round
 from blocktrain.protocol.ids import Digest
-from blocktrain.protocol.manifest import Manifest, Model, Noise, Optimizer, Schedule
-from tests.merges import Said, Snapshot, merge_of, snapshot_of, terms_of
+from blocktrain.protocol.manifest import Grams, Manifest, Model, Noise, Optimizer, Schedule
+from tests.merges import Said, Snapshot, exchange, merge_of, snapshot_of, terms_of
 
 H, BATCH, T = 5, 4, 16
 PER_STEP = BATCH * T
@@ -194,6 +194,26 @@ async def test_what_was_measured_is_what_happened(make: Make) -> None:
     assert measures.loss_after is not None
     assert measures.loss_before != measures.loss_after
     assert 0 < measures.loss_after < 6.5
+
+
+@pytest.mark.parametrize("codec", ["bf16", "sparse"])
+async def test_an_ngram_table_does_not_say_who_goes_our_way(make: Make, codec: str) -> None:
+    """Each replica moves the rows that its own text names, so that the whole of two honest ways looks as if they had nothing in common."""
+    manifest = replace(MANIFEST, grams=Grams(longest=3, rows=64, row_width=4))
+    pair = make(manifest=manifest), make(manifest=manifest)
+    if codec == "sparse":
+        await exchange(*pair, "bf16")
+    reference = pair[0].state()[0].digest if codec == "sparse" else b""
+    table = flat.place(flat.shapes_of(manifest), "grams.table")
+    assert table.stop - table.start == 64 * 4
+    for number, each in enumerate(pair):
+        way = torch.full((each.state_bytes // 4,), 1e-2)
+        way[table] = 1.0 - 2.0 * number
+        await each._between_steps(lambda trainer, way=way: trainer.add(way))
+    mine, theirs = await snapshot_of(pair[0], codec, reference), await snapshot_of(pair[1], codec, reference)
+    measures = (await merge_of(pair[0], mine, theirs.payload, terms_of(theirs), mine_first=True)).measures
+    assert measures.along > 0.9
+    assert measures.distance > 16, "the table counts in all else"
 
 
 async def test_a_trial_that_is_not_adopted_leaves_the_block_bit_for_bit(make: Make) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blocktrain.node.compute import flat
 from blocktrain.node.compute.codecs import codec_of, read_all
-from blocktrain.node.compute.merging import combine, difference
+from blocktrain.node.compute.merging import Merging, combine, difference
 from blocktrain.node.compute.pair import fits
 from blocktrain.node.compute.swap import Halves
 from blocktrain.node.compute.trainer import TrainingFailed
@@ -157,3 +157,23 @@ def test_the_difference_is_what_the_merge_has_beyond_ours() -> None:
     wanted = merge - ours
     assert torch.equal(difference(merge, ours), wanted)
     assert torch.equal(ours, wanted), "written over ours: it is not needed any more"
+
+
+@given(
+    size=st.integers(1, 3 * PIECE + 7),
+    ends=st.tuples(st.integers(0, 3 * PIECE + 7), st.integers(0, 3 * PIECE + 7)),
+)
+def test_whose_way_it_is_shows_in_what_is_not_set_aside(size: int, ends: tuple[int, int]) -> None:
+    mine, theirs, published = (gaussian(size, seed) for seed in (1, 2, 3))
+    aside = slice(min(ends), min(size, max(ends)))
+    merging, plain = Merging(published, SHARES, aside=aside), Merging(published, SHARES)
+    for piece in flat.pieces(size):
+        merging.add(piece, mine[piece], theirs[piece])
+        plain.add(piece, mine[piece], theirs[piece])
+    kept = torch.ones(size, dtype=torch.bool)
+    kept[aside] = False
+    ways = [(each - published)[kept].double() for each in (mine, theirs)]
+    expected = float(ways[0] @ ways[1] / (ways[0].norm() * ways[1].norm())) if kept.any() else 0.0
+    measured, whole = merging.result(), plain.result()
+    assert measured.along == pytest.approx(expected, abs=1e-4)
+    assert (measured.digest, measured.distance, measured.drift) == (whole.digest, whole.distance, whole.drift), "nothing else changes"

@@ -77,6 +77,17 @@ def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return sum(int(np.prod(shape)) for shape in shapes.values())
 
 
+def place(shapes: Mapping[str, tuple[int, ...]], name: str) -> slice:
+    """Where a parameter lies in a state; an empty slice if there is none of this name."""
+    begin = 0
+    for each, shape in shapes.items():
+        end = begin + int(np.prod(shape))
+        if each == name:
+            return slice(begin, end)
+        begin = end
+    return slice(0, 0)
+
+
 def to_bytes(state: Tensor) -> memoryview:
     """A CPU buffer of float32 as read-only bytes, without a copy where the machine is little endian."""
     return state.numpy().astype("<f4", copy=False).data.cast("B").toreadonly()

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from blocktrain.protocol.manifest import Manifest
 
+TABLE: Final = "grams.table"  # its name among the parameters of a block
 PROJECTION_GAIN: Final = 18.0  # times the embedding's own deviation: large, so that small steps of the table count (docs/recipe.md)
 _PRIME: Final = 2**31 - 1  # everything is a remainder of it, so that no product leaves 63 bits (token ids are below 2**20)
 _FOLD: Final = 15  # bits

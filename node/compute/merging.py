@@ -31,20 +31,25 @@ class Combined:
     own_norm: float
     distance: float  # |theirs - ours|
     drift: float  # |ours - published|
-    along: float  # cosine between where they and where we went since our published state; 0 where one did not move
+    along: float  # cosine between where they and where we went since our published state, without what is `aside`; 0 where one did not move
 
 
 class Merging:
     """A merge that grows piece by piece, in order. NaN and infinity show in the distance."""
 
-    def __init__(self, published: Tensor, shares: tuple[float, float], *, keep: bool = True) -> None:
-        """`shares`: (ours, theirs). `keep`: in memory of its own; else it is measured and digested only."""
+    def __init__(self, published: Tensor, shares: tuple[float, float], *, keep: bool = True, aside: slice = slice(0, 0)) -> None:
+        """`shares`: (ours, theirs). `keep`: in memory of its own; else it is measured and digested only.
+
+        `aside`: parameters whose way tells nothing of who went it: a table of which each replica moves the rows that its own text names.
+        """
         self.shares = shares
+        self._aside = aside
         self._published = published
         self._state = flat.empty(published.numel()) if keep else None
         self._one, self._two = flat.empty(2 * flat.PIECE).view(2, -1)
         self._hasher = blake3.blake3()
-        self._own = self._apart = self._moved = self._their_moved = self._dot = 0.0
+        self._own = self._apart = self._moved = 0.0
+        self._our_way = self._their_way = self._dot = 0.0
 
     def add(self, piece: slice, mine: Tensor, theirs: Tensor) -> None:
         """The next piece."""
@@ -55,15 +60,17 @@ class Merging:
         torch.sub(mine, self._published[piece], out=two)
         self._moved += _dot(two, two)
         one += two  # theirs - published
-        self._their_moved += _dot(one, one)
-        self._dot += _dot(one, two)
+        for part in _outside(piece, self._aside):
+            self._our_way += _dot(two[part], two[part])
+            self._their_way += _dot(one[part], one[part])
+            self._dot += _dot(one[part], two[part])
         self._own += _dot(mine, mine)
         self._hasher.update(flat.to_bytes(weigh(mine, theirs, self.shares, out=one, room=two)))
 
     def result(self) -> Combined:
         """When all pieces were added. Its rooms are given back."""
         self._one = self._two = torch.empty(0)
-        both = math.sqrt(self._moved) * math.sqrt(self._their_moved) if math.isfinite(self._moved * self._their_moved) else 0.0
+        both = math.sqrt(self._our_way) * math.sqrt(self._their_way) if math.isfinite(self._our_way * self._their_way) else 0.0
         along = self._dot / both if both > 0 else 0.0
         norms = math.sqrt(self._own), math.sqrt(self._apart), math.sqrt(self._moved)
         return Combined(self._state, Digest(self._hasher.digest()), *norms, along)
@@ -93,6 +100,15 @@ def difference(merge: Tensor, ours: Tensor) -> Tensor:
     for piece in flat.pieces(merge.numel()):
         torch.sub(merge[piece], ours[piece], out=ours[piece])
     return ours
+
+
+def _outside(piece: slice, aside: slice) -> tuple[slice, ...]:
+    """The parts of a piece, counted from where it begins, that are not `aside`."""
+    begin, end = max(piece.start, aside.start), min(piece.stop, aside.stop)
+    if begin >= end:
+        return (slice(0, piece.stop - piece.start),)
+    parts = slice(0, begin - piece.start), slice(end - piece.start, piece.stop - piece.start)
+    return tuple(part for part in parts if part.start < part.stop)
 
 
 def _dot(one: Tensor, two: Tensor) -> float:

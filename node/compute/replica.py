@@ -25,6 +25,7 @@ from blocktrain.node.compute import codecs, flat, merging, outer
 from blocktrain.node.compute.background import Background
 from blocktrain.node.compute.device import Mover, Parcel, choose
 from blocktrain.node.compute.gauge import Gauge
+from blocktrain.node.compute.grams import TABLE
 from blocktrain.node.compute.outer import Momentum
 from blocktrain.node.compute.pair import Pair
 from blocktrain.node.compute.swap import NOT_FINITE, Halves
@@ -99,6 +100,7 @@ class TorchReplica:
         except (RuntimeError, MemoryError) as error:
             raise one_line(error, f"building the block on {device}") from error
         self._size = self._trainer.flat.size
+        self._table = flat.place(self._trainer.flat.shapes, TABLE)
         self._state = (Published(0, flat.digest(flat.to_bytes(initial))), initial)  # replaced as a whole, on the training thread
         self._heldout: float | None = None
         self._checks = options.heldout
@@ -200,7 +202,8 @@ class TorchReplica:
         parcel, published, state, weight, tokens, generation = await self._between_steps(job)
         ours = await self.work(lambda: self._mover.to_host(parcel))
         whole = self._momentum is not None or not self._mover.on_host  # an outer step, and a GPU, need the difference as a whole
-        return Swap(self, Halves(coder, ours, state, base, whole=whole), codec, published.round, float(weight), tokens, generation)
+        halves = Halves(coder, ours, state, base, whole=whole, aside=self._table)
+        return Swap(self, halves, codec, published.round, float(weight), tokens, generation)
 
     def has_reference(self, reference: bytes) -> bool:
         return Digest(reference) in self._references

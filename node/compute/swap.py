@@ -38,14 +38,24 @@ class Halves:
         checks: whether what is not finite is refused to be sent.
     """
 
-    def __init__(self, coder: Codec, ours: Tensor, published: Tensor, reference: Tensor | None = None, *, whole: bool = False) -> None:
+    def __init__(
+        self,
+        coder: Codec,
+        ours: Tensor,
+        published: Tensor,
+        reference: Tensor | None = None,
+        *,
+        whole: bool = False,
+        aside: slice = slice(0, 0),
+    ) -> None:
         """`published`: our published state when `ours` was taken; `reference`: the state that a sparse snapshot is relative to;
-        `whole`: the merge and ours are wanted as a whole, whatever memory it takes."""
+        `whole`: the merge and ours are wanted as a whole, whatever memory it takes; `aside`: as `Merging` has it."""
         self.ours = ours
         self.pair = Pair(coder, ours) if not whole and fits(coder, ours.numel()) else None
         self.size = coder.encoded_bytes(ours.numel())
         self.checks = True
         self._coder = coder
+        self._aside = aside
         self._published = published
         self._reference = reference
         self._pieces = list(flat.pieces(ours.numel()))
@@ -115,7 +125,7 @@ class Halves:
 
     def meet(self, shares: tuple[float, float], *, mine_first: bool) -> None:
         """Theirs will come, to be merged by these shares: (the first's, the second's); `mine_first`: the first is ours."""
-        self._merging = Merging(self._published, shares if mine_first else shares[::-1], keep=self.pair is None)
+        self._merging = Merging(self._published, shares if mine_first else shares[::-1], keep=self.pair is None, aside=self._aside)
 
     def take(self, data: Buffer) -> None:
         """The next bytes of theirs. Raises: PeerFault: more than a snapshot has, or not decodable."""
