@@ -52,6 +52,7 @@ class Known:
     rate_bytes_per_s: float | None = None  # of one direction
     rtt_s: float | None = None
     reference: bytes = NO_DIGEST  # our last merge with it that both sides keep
+    credit: float = 0.0  # what merges with it gained us (acceptance.credited)
 
     def met(self, rtt_s: float | None) -> None:
         """A round trip as it was just now. A busy moment on either side is not a longer link: it grows slowly, and falls at once."""
@@ -323,7 +324,7 @@ class Exchanger:
         try:
             trial = await swapped.mine.finish(transfer.seal)
             self._measured(exchange.peer, transfer, trial.verified_at)
-            acceptance.judge(trial.measures, self.side.margin)
+            acceptance.judge(trial.measures, self.side.margin, self._know(exchange.peer).credit)
         except PeerFault as fault:
             self._note_judged(exchange, trial, fault.why)
             refusal = exchange.refused(fault.why, offence=not isinstance(fault, Unfit))
@@ -331,6 +332,8 @@ class Exchanger:
         else:
             self._note_judged(exchange, trial, "")
             published = await self._replica.adopt(trial, keep=swapped.keep)
+            known = self._know(exchange.peer)
+            known.credit = acceptance.credited(known.credit, trial.measures)
             exchange.judged(trial.digest)  # not before: a download can make the merge void, and then nothing of it is used
             details = {"round": published.round, "digest": published.digest, "peer": exchange.peer}
             self._note("published", how="merged", exchange=exchange.id, **details)

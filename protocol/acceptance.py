@@ -8,7 +8,9 @@ How much the merge may hurt depends on where the partner went. Replicas of one b
 have come since our published state point the same way, with a cosine of 0.14 … 0.91 from the first round to a plateau, fresh noise and
 turned-round work at -0.9 … 0.1 (bench gossip, part `attacks`). (Without n-gram tables: each moves the rows that its own text names, at a
 cosine of 0.02, which would hide the rest.) Who goes our way has the margin, and in the first rounds, when losses fall
-by more than the margin in one round and a mean of two lags behind both, a share of what we gained. Who does not may hardly hurt at all.
+by more than the margin in one round and a mean of two lags behind both, a share of what we gained. Who does not may hardly hurt at all,
+but for a share of what the merges with it gained so far: late in a run honest ways have less in common than the noise of each, and what a
+merge changes is less than what a few hundred tokens can tell. So nobody can take more than it gave.
 Direction alone refuses nobody: a mean of two that only differ by noise is better than either.
 """
 
@@ -24,7 +26,11 @@ ABSURD: Final = 10.0  # times what is allowed: no honest replica ever comes to t
 MIN_DRIFT_SHARE: Final = 0.05  # of the parameter norm: a replica that hardly moved still accepts this much distance
 MIN_ALONG: Final = 0.12  # cosine between their way and ours, from which they go our way
 GAIN_SHARE: Final = 0.25  # of what our loss fell since our published state: so much worse may the merge with one who goes our way be
-ASTRAY_SHARE: Final = 0.05  # of the margin, for one who does not: with a fifth, noise of normal length cost the honest 2 % in 20 rounds
+ASTRAY_SHARE: Final = 0.02  # of the margin, for one who does not and has no credit: with a fifth, noise cost 2 % more in 20 rounds
+CREDIT_SHARE: Final = (
+    0.1  # of what merges with a peer gained, by which one with it may hurt, up to the margin; noise of the check gains less
+)
+CREDIT_KEPT: Final = 0.98  # of it at the next merge: what counts are the last fifty or so
 STATE_MARGIN: Final = 0.5  # nats per token by which a newer state may be worse on our held-out batch: ours may know that text by heart
 FAR_BEHIND_ROUNDS: Final = 50  # a replica further behind than this takes state instead of averaging
 FAR_BEHIND_S: Final = 10.0  # and where rounds are quick, than what the faster of two does in this time: a look-up and a download take it
@@ -50,11 +56,19 @@ class Measures:
     loss_published: float | None = None  # our published state on the same batch, where it is known
 
 
-def judge(measures: Measures, margin: float) -> None:
+def credited(credit: float, measures: Measures) -> float:
+    """What the merges with a peer have gained us, in nats per token, when one more is used."""
+    if measures.loss_before is None or measures.loss_after is None:
+        return credit
+    return max(0.0, CREDIT_KEPT * credit + measures.loss_before - measures.loss_after)
+
+
+def judge(measures: Measures, margin: float, credit: float = 0.0) -> None:
     """Accept a trial or say why not.
 
     Args:
         margin: how much worse, in nats per token, a merge with one who goes our way may be on our held-out batch.
+        credit: what earlier merges with this peer gained (`credited`).
     Raises: PeerFault: not finite. Unfit: another failed check, with its numbers.
     """
     if not measures.finite:
@@ -68,7 +82,7 @@ def judge(measures: Measures, margin: float) -> None:
         return
     allowed = margin
     if not measures.along >= MIN_ALONG:
-        allowed = ASTRAY_SHARE * margin
+        allowed = max(ASTRAY_SHARE * margin, min(margin, CREDIT_SHARE * credit))
     elif measures.loss_published is not None:
         allowed = max(margin, GAIN_SHARE * (measures.loss_published - before))
     if not after <= before + allowed:

@@ -82,6 +82,7 @@ class Learner:
     merged_tokens: int = 0
     references: dict[PeerId, Tensor] = field(default_factory=dict)  # partner → our last merge with it, newest last
     put_off: dict[PeerId, tuple[int, int]] = field(default_factory=dict)  # offender → (round until, offences)
+    credits: dict[PeerId, float] = field(default_factory=dict)  # partner → what merges with it gained
     momentum: Momentum | None = None
     loss: float | None = None  # of the published state, in the check
 
@@ -192,7 +193,8 @@ class Lab:
             after = self.loss(merge.state, self.check) if finite else None
             try:
                 norms = (merge.own_norm, merge.distance, merge.drift)
-                acceptance.judge(Measures(finite, *norms, before, after, merge.along, mine.loss), MARGIN)
+                measures, credit = Measures(finite, *norms, before, after, merge.along, mine.loss), mine.credits.get(other.peer, 0.0)
+                acceptance.judge(measures, MARGIN, credit)
             except PeerFault as fault:
                 self.refused += 1
                 self.whys.append(f"round {number}: {fault.why}")
@@ -200,6 +202,7 @@ class Lab:
                 mine.put_off[other.peer] = (number + 1 + PUT_OFF_ROUNDS * 2 ** (offences - 1), offences)
                 _own_round(mine)
                 continue
+            mine.credits[other.peer] = acceptance.credited(credit, measures)
             self.used_bad += bool(self.setting.attack) and other is self.learners[-1]
             self._adopt(mine, other, merge.state, difference(merge.state, coder.decode(own, size, reference)))
             mine.loss = after

@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.protocol.acceptance import MAX_DRIFT_RATIO, MIN_ALONG, MIN_DRIFT_SHARE, STATE_MARGIN, Measures, judge, judge_state
+from blocktrain.protocol.acceptance import (
+    ASTRAY_SHARE,
+    CREDIT_SHARE,
+    MAX_DRIFT_RATIO,
+    MIN_ALONG,
+    MIN_DRIFT_SHARE,
+    STATE_MARGIN,
+    Measures,
+    credited,
+    judge,
+    judge_state,
+)
 from blocktrain.protocol.errors import PeerFault, Unfit
 
 HONEST = Measures(finite=True, own_norm=100.0, distance=2.0, drift=1.0, loss_before=2.0, loss_after=1.95)
@@ -99,3 +110,38 @@ def test_a_replica_that_only_went_astray_is_unfit_and_an_absurd_one_broke_the_ag
     assert not isinstance(caught.value, Unfit)
     with pytest.raises(Unfit, match="held-out"):
         judge(Measures(True, 10.0, 1.0, 1.0, 2.0, 9.0), 0.1)
+
+
+def test_late_in_a_run_whose_merges_have_gained_something_may_lose_a_share_of_it() -> None:
+    late = dataclasses.replace(HONEST, along=0.05, loss_after=2.01)
+    with pytest.raises(Unfit, match=r"margin 0\.002"):
+        judge(late, 0.1)
+    credit = 0.0
+    for _ in range(10):
+        credit = credited(credit, dataclasses.replace(HONEST, loss_after=1.98))
+    judge(late, 0.1, credit)
+    with pytest.raises(Unfit, match=r"margin 0\.1$"):
+        judge(dataclasses.replace(late, loss_after=2.11), 0.1, credit=100.0)
+    judge(dataclasses.replace(late, along=1.0, loss_after=2.09), 0.1, credit=0.0)
+
+
+@given(deltas=st.lists(st.floats(-0.2, 0.2), max_size=60), margin=st.floats(0.01, 0.2))
+def test_nobody_who_goes_elsewhere_takes_more_than_it_gave(deltas: list[float], margin: float) -> None:
+    """By how much all its merges that were used hurt, beyond what anybody may, against what they gained."""
+    credit = gained = taken = 0.0
+    for delta in deltas:
+        measures = dataclasses.replace(HONEST, along=0.0, loss_after=2.0 + delta)
+        try:
+            judge(measures, margin, credit)
+        except Unfit:
+            continue
+        credit = credited(credit, measures)
+        gained += max(0.0, -delta)
+        taken += max(0.0, delta - ASTRAY_SHARE * margin)
+    assert taken <= gained + 1e-9
+    assert 0.0 <= credit <= gained + 1e-9
+    assert CREDIT_SHARE < 1.0
+
+
+def test_without_a_held_out_check_there_is_no_credit() -> None:
+    assert credited(0.3, dataclasses.replace(HONEST, loss_before=None, loss_after=None)) == 0.3

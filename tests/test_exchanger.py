@@ -149,6 +149,24 @@ async def test_replicas_that_trained_apart_for_many_rounds_can_still_average(pai
     await merge_works(pair)
 
 
+async def test_what_a_merge_gained_each_side_speaks_for_the_other_the_next_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[acceptance.Measures, float]] = []
+    judge = acceptance.judge
+
+    def listen(measures: acceptance.Measures, margin: float, credit: float) -> None:
+        asked.append((measures, credit))
+        judge(measures, margin, credit)
+
+    monkeypatch.setattr(acceptance, "judge", listen)
+    await merge_works(pair)
+    await merge_works(pair)
+    first, second = asked[:2], asked[2:]
+    gains = sorted(acceptance.credited(0.0, measures) for measures, _ in first)
+    assert gains[-1] > 0, "a mean of two that trained apart is better than one of them"
+    assert [credit for _, credit in first] == [0.0, 0.0]
+    assert sorted(credit for _, credit in second) == gains
+
+
 async def test_a_slow_link_is_no_fault(pair: Pair) -> None:
     pair.swarm.delay(pair.honest.twin, pair.other.twin, 0.05)
     await merge_works(pair)
