@@ -27,9 +27,7 @@ MIN_DRIFT_SHARE: Final = 0.05  # of the parameter norm: a replica that hardly mo
 MIN_ALONG: Final = 0.12  # cosine between their way and ours, from which they go our way
 GAIN_SHARE: Final = 0.25  # of what our loss fell since our published state: so much worse may the merge with one who goes our way be
 ASTRAY_SHARE: Final = 0.02  # of the margin, for one who does not and has no credit: with a fifth, noise cost 2 % more in 20 rounds
-CREDIT_SHARE: Final = (
-    0.1  # of what merges with a peer gained, by which one with it may hurt, up to the margin; noise of the check gains less
-)
+CREDIT_SHARE: Final = 0.1  # of what merges with a peer gained, by which one with it may hurt, up to the margin; noise gains less
 CREDIT_KEPT: Final = 0.98  # of it at the next merge: what counts are the last fifty or so
 STATE_MARGIN: Final = 0.5  # nats per token by which a newer state may be worse on our held-out batch: ours may know that text by heart
 FAR_BEHIND_ROUNDS: Final = 50  # a replica further behind than this takes state instead of averaging
