@@ -376,7 +376,8 @@ class Node:
                 kind, why = result.kind.replace("_", "-"), result.why or "no reason given"
                 key = f"{self.me}/{fact.peer}/{kind}/{why.partition(':')[0]}"
                 words = f"exchange with {fact.peer if bad else short(fact.peer)} {kind}: {why}"
-                logs.say_once_a_minute(log, logging.WARNING if bad else logging.INFO, key, words)
+                # A merge that does not suit us is nobody's fault: an untrained partner's hurts, and so does noise late in a run.
+                logs.say_once_a_minute(log, logging.WARNING if result.offence else logging.INFO, key, words)
             case f.FetchEnded(why=""):
                 log.info("downloaded the state of round %d", self.core.round)
             case f.FetchEnded(why=why):

@@ -80,8 +80,11 @@ def _run(session: Session, *, plots: Path | None) -> None:
     session.measure("dht", lambda: _dht(session))
     session.measure("learning", lambda: _learning(session))
     if plots is not None:
-        for path in tables.draw(session.numbers, plots):
-            session.say(f"a picture is {path}")
+        try:
+            for path in tables.draw(session.numbers, plots):
+                session.say(f"a picture is {path}")
+        except OSError as error:  # the numbers are worth more
+            session.say(f"no pictures in {plots}: {error.strerror or error}; give another folder with --plots")
 
 
 def _hour(session: Session) -> Numbers:

@@ -56,7 +56,7 @@ def test_every_regime_stands_beside_the_papers_own_figures() -> None:
 
 
 def test_the_pictures_are_drawn_from_the_same_file(tmp_path: Path) -> None:
-    drawn = tables.draw(full(), tmp_path)
+    drawn = tables.draw(full(), tmp_path / "new")
     assert [path.name for path in drawn] == ["growth.svg", "asynchrony.svg"]
     assert all(path.read_text().lstrip().startswith("<?xml") for path in drawn)
     assert tables.draw({}, tmp_path) == []

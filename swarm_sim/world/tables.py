@@ -75,7 +75,8 @@ def learnt(numbers: Numbers) -> list[tuple[str, tuple[float, float], tuple[float
 
 
 def draw(numbers: Numbers, folder: Path) -> list[Path]:
-    """growth.svg and asynchrony.svg, each if its part was run. Raises: OSError: they cannot be written."""
+    """growth.svg and asynchrony.svg, each if its part was run, in a folder that need not exist. Raises: OSError: they cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     if _has(numbers, "messages_per_node_round_10"):
         drawn.append(_draw_growth(numbers, folder / "growth.svg"))
