@@ -69,7 +69,7 @@ class Piecemeal(TorchFunctionMode):
         self._begins = begins
         self._room = flat.empty(TILE)
         self._rooms = _Rooms()
-        self._fresh: Tensor | None = None
+        self._fresh: Tensor | None = None  # the newest product, which only its caller has: it may be written over
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
