@@ -19,7 +19,7 @@ from random import Random
 from typing import Final
 
 from blocktrain.node.network import Net
-from blocktrain.protocol import limits, placement
+from blocktrain.protocol import ids, limits, placement
 from blocktrain.protocol.errors import NetworkFault
 from blocktrain.protocol.ids import NO_DIGEST, PeerId
 from blocktrain.protocol.manifest import Manifest
@@ -90,12 +90,13 @@ async def choose_block(net: Net, manifest: Manifest, *, clock: Callable[[], floa
     if not choice.looked:
         raise NetworkFault(f"the DHT does not tell who holds which block of run {manifest.name}; try again in a while")
     block = choice.block()
+    log.debug("taking block %d, seeing %s", block, choice.seen())
     await choice.say(block, "joining")
     for _ in range(CORRECTIONS):
         better = await choice.correction(block)
+        log.debug("block %d or better %s, seeing %s", block, better, choice.seen())
         if better is None:
             break
-        log.debug("block %d has enough by now; taking block %d", block, better)
         block = better
         await choice.say(block, "joining")
     log.info("block %d needs us most: %s", block, choice.why(block))
@@ -166,6 +167,15 @@ class _Choice:
         others = [peer for peer, _ in self.members.choosers(now)]
         return placement.divide(self._manifest.blocks, self.members.everybody(now), others, self.me)
 
+    def seen(self) -> str:
+        """What we go by, for the log of a choice that somebody wonders about."""
+        now = self._clock()
+        holders = [
+            f"{ids.short(member.peer)}={member.block}{'?' if placement.is_promise(member) else ''}"
+            for member in self.members.everybody(now)
+        ]
+        return " ".join([*holders, *(f"{ids.short(peer)} wants {block}" for peer, block in self.members.choosers(now))]) or "nobody"
+
     async def correction(self, block: int) -> int | None:
         """Where to go instead of the block that we committed to, once all commitments of this moment can be seen. None: nowhere."""
         began = self._time()
@@ -201,5 +211,6 @@ class _Choice:
             self._said = block, phase
             self._said_until = self._clock() + WORD_LIFE_S
         with contextlib.suppress(NetworkFault, TimeoutError):  # unheard, we still choose by what we see
-            await self._net.directory.announce(word, CLAIM_BUCKET, expires_at=self._said_until, timeout_s=WRITE_TIMEOUT_S)
+            if not await self._net.directory.announce(word, CLAIM_BUCKET, expires_at=self._said_until, timeout_s=WRITE_TIMEOUT_S):
+                log.debug("nobody took our word on block %d", block)
             self._slowest_s = max(self._slowest_s, self._time() - began)

@@ -54,12 +54,16 @@ def usual_speed(holders: Iterable[Member]) -> float:
 
 
 def loads(blocks: int, holders: Sequence[Member]) -> list[Load]:
-    """What each block has. Nobody counts for more than ten medians; who serves without training counts as a replica only."""
+    """What each block has. Nobody counts for more than ten medians; who serves without training counts as a replica only.
+
+    Where nobody trains there is no throughput to go by, and all count alike: else those still joining would seem to do the training.
+    """
     usual = usual_speed(holders)
+    idle = 0.0 if any(member.phase == "training" for member in holders) else usual
     found = [Load() for _ in range(blocks)]
     for member in holders:
         unknown = member.phase == "joining" or (member.phase == "training" and member.tokens_per_s <= 0)
-        speed = usual if unknown else 0.0 if member.phase == "serving" else min(member.tokens_per_s, TALL_TALE * usual)
+        speed = usual if unknown else idle if member.phase == "serving" else min(member.tokens_per_s, TALL_TALE * usual)
         found[member.block].add(speed)
     return found
 

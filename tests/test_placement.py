@@ -56,6 +56,13 @@ def test_who_only_serves_trains_nothing_but_is_a_holder() -> None:
     assert most_needed(3, [holder(1, 0), holder(2, 1, 500, "serving")], ME) == 2  # held by nobody
 
 
+def test_where_nobody_trains_all_count_alike_whether_they_serve_already_or_only_join() -> None:
+    holders = [holder(1, 0, 0, "serving"), holder(2, 0, 0, "serving"), holder(3, 1, 0, "joining"), holder(4, 1, 500, "serving")]
+    assert most_needed(3, [*holders, holder(5, 2, 0, "joining")], ME) == 2
+    assert most_needed(3, [*holders, holder(5, 2, 0, "serving")], ME) == 2
+    assert surplus(2, holders[:3], 0, ME, 1, NOW + 9) is None  # 2, 2
+
+
 def test_equal_throughput_is_decided_by_fewer_replicas_and_then_spreads_a_crowd() -> None:
     holders = [holder(1, 0, 400), holder(2, 1, 200), holder(3, 1, 200), holder(4, 2, 400)]
     assert {most_needed(3, holders, peer(number)) for number in range(20)} == {0, 2}

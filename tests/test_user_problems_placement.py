@@ -59,7 +59,7 @@ async def auto(net_factory: MakeNet, new_identity: Callable[[], Identity]) -> As
 async def test_20_eight_auto_nodes_started_together_on_four_blocks_end_two_each_and_say_why(
     auto: Auto, net_factory: MakeNet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "blocktrain.node")
+    caplog.set_level(logging.DEBUG, "blocktrain.node")
     hub = await net_factory()
     lives = await asyncio.gather(*(auto.start(number, hub) for number in range(8)))
     assert Counter(live.node.block for live in lives) == {0: 2, 1: 2, 2: 2, 3: 2}

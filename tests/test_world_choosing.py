@@ -27,6 +27,14 @@ def test_a_seed_is_one_story_and_another_seed_another() -> None:
     assert len({said.node for said in first.diary}) == 8
 
 
+@pytest.mark.parametrize("seed", [41, 102, 108, 144, 170])  # uneven once: who was up already counted as if it held nothing
+def test_a_crowd_that_only_serves_ends_two_on_each_block_though_some_are_up_before_others_have_chosen(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "LOADING_S", (0.1, 0.6))
+    assert choosing.tell(seed, trains=False).violations == ()
+
+
 def test_a_crowd_that_does_not_look_at_the_others_claims_is_found_to_be_uneven(monkeypatch: pytest.MonkeyPatch) -> None:
     divide = placement.divide
     monkeypatch.setattr(placement, "divide", lambda blocks, holders, others, me: divide(blocks, [], [], me))

@@ -171,8 +171,9 @@ class _Directory(DhtDirectory):
 class _Crowd:
     """All nodes of a seed, on one loop."""
 
-    def __init__(self, seed: int, nodes: int, blocks: int) -> None:
+    def __init__(self, seed: int, nodes: int, blocks: int, trains: bool) -> None:
         self.seed = seed
+        self.trains = trains
         self.rng = Random(f"{seed} crowd {nodes} {blocks}")
         self.manifest = manifest_of(blocks)
         self.board = Board(Weather.drawn(self.rng), self.rng)
@@ -210,10 +211,10 @@ class _Crowd:
         await asyncio.sleep(self.rng.uniform(*LOADING_S))
         until = loop.time() + AFTER_S
         while loop.time() < until:
-            block = await _hold(directory(), self.manifest, block, clock, until - loop.time())
+            block = await _hold(directory(), self.manifest, block, clock, until - loop.time(), self.trains)
 
 
-async def _hold(directory: DhtDirectory, manifest: Manifest, block: int, clock: Callable[[], float], seconds: float) -> int:
+async def _hold(directory: DhtDirectory, manifest: Manifest, block: int, clock: Callable[[], float], seconds: float, trains: bool) -> int:
     """Hold a block as a running node does, until its mover says another; or for so long."""
     loop = asyncio.get_running_loop()
     until = loop.time() + seconds
@@ -227,7 +228,7 @@ async def _hold(directory: DhtDirectory, manifest: Manifest, block: int, clock: 
         with contextlib.suppress(NetworkFault):
             for bucket in members.to_announce(block, clock()):
                 await directory.announce(word, bucket, expires_at=clock() + limits.TTL_S, timeout_s=DHT_TIMEOUT_S)
-        phase = "training"
+        phase = "training" if trains else "serving"
         for each in range(manifest.blocks):
             with contextlib.suppress(NetworkFault):
                 members.hear(each, await directory.read_block(manifest.run, each, 0, timeout_s=DHT_TIMEOUT_S), clock())
@@ -238,15 +239,15 @@ async def _hold(directory: DhtDirectory, manifest: Manifest, block: int, clock: 
     return block
 
 
-def tell(seed: int, nodes: int = 8, blocks: int = 4) -> Choice:
-    """One seed: a crowd's choice, and what is wrong with it."""
-    crowd = _Crowd(seed, nodes, blocks)
+def tell(seed: int, nodes: int = 8, blocks: int = 4, *, trains: bool = True) -> Choice:
+    """One seed: a crowd's choice, and what is wrong with it. `trains`: what all do with their blocks; else they only serve them."""
+    crowd = _Crowd(seed, nodes, blocks, trains)
     virtual_loop.run(crowd.live())
     wrong = even.check(crowd.diary, nodes, blocks, crowd.starts_s, placing.PACE.at_most_s)
     return Choice(seed, nodes, blocks, tuple(crowd.diary), tuple(crowd.starts_s), tuple(wrong))
 
 
-def search(first: int, count: int, nodes: int = 8, blocks: int = 4) -> Iterator[Choice]:
+def search(first: int, count: int, nodes: int = 8, blocks: int = 4, *, trains: bool = True) -> Iterator[Choice]:
     """`count` seeds from `first` on."""
     for seed in range(first, first + count):
-        yield tell(seed, nodes, blocks)
+        yield tell(seed, nodes, blocks, trains=trains)
