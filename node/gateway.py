@@ -19,7 +19,7 @@ from typing import Final
 
 from aiohttp import web
 
-from blocktrain.node import answers, logs, wishes
+from blocktrain.node import answers, heap, logs, wishes
 from blocktrain.node.asking import decoder
 from blocktrain.node.client import Model, open_model
 from blocktrain.node.compute.generation import Generation, Piece, Request, Utf8
@@ -244,6 +244,7 @@ async def run(config: ClientConfig, wish: GatewayConfig, runtime: Runtime) -> in
                 print(f"{model.manifest.name} is at {url} (OpenAI-compatible; any key will do)", file=sys.stderr, flush=True)
             if not _is_loopback(wish.host):
                 print("this address is not loopback: everybody who reaches it can use it, there are no keys", file=sys.stderr)
+            heap.settle()
             await runtime.stop.wait()
     return 0
 

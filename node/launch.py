@@ -18,8 +18,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from blocktrain.node import heap, logs
 from blocktrain.node import identity as identities
-from blocktrain.node import logs
 from blocktrain.node.config import NodeConfig
 from blocktrain.node.events import Events
 from blocktrain.node.network import Net, open_network
@@ -229,6 +229,7 @@ async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> Pla
         helpers.append(asyncio.create_task(wait(move(), "leaving this block for one that needs us more")))
     log.info("block %d of run %s; this node is %s", node.block, node.manifest.name, node.me)
     _invite(node, static)
+    heap.settle()
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, node.resume)
     try:
         await node.run(stop, fresh=static.fresh)
@@ -241,6 +242,7 @@ async def _live(node: Node, static: Static, runtime: Runtime, talk: Talk) -> Pla
         _remember(node, static)
         log.debug("saved")
     finally:
+        heap.unsettle()  # it may go on elsewhere, with another block
         asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
         for helper in helpers:
             helper.cancel()

@@ -187,6 +187,8 @@ class Replica(Protocol):
     async def begin(self, codec: str, reference: bytes = b"") -> Swap:
         """Copy the live parameters as they are now (between two steps), for one exchange. Training goes on.
 
+        It may return when that has begun: what went wrong with the copy is then raised by the first use of it.
+
         Args:
             reference: for the sparse codec, the digest of the merge that both sides kept.
         Raises: PeerFault: that merge is not kept here.

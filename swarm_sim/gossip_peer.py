@@ -21,7 +21,7 @@ import blake3
 import numpy as np
 import psutil
 
-from blocktrain.node import identity, recipe_file
+from blocktrain.node import heap, identity, recipe_file
 from blocktrain.node.config import Network
 from blocktrain.node.exchanger import Exchanger, Side
 from blocktrain.node.network import Net, open_network
@@ -117,6 +117,7 @@ class Peer:
         )
         payload = state.astype("<f4").tobytes()
         await replica.load(payload, 1, Digest(blake3.blake3(payload).digest()))
+        heap.settle()  # as a node does
         return {"parameters": replica.state_bytes // 4}
 
     def _report(self, fact: Fact) -> None:

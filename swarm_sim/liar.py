@@ -59,9 +59,9 @@ class LyingReplica:
     async def begin(self, codec: str, reference: bytes = b"") -> Swap:
         swap = await self._replica.begin(codec, reference)
         assert isinstance(swap, Swap), "of a TorchReplica"
-        ours = swap.halves.ours
-        ours.copy_(self._change(ours.clone(), flat.from_bytes(self._replica.state()[1], len(ours))))
-        swap.halves.checks = False
+        halves = await swap.copied()
+        halves.ours.copy_(self._change(halves.ours.clone(), flat.from_bytes(self._replica.state()[1], len(halves.ours))))
+        halves.checks = False
         return swap
 
     def state(self) -> tuple[Published, memoryview]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 import torch
@@ -47,21 +48,24 @@ def terms_of(snapshot: Snapshot, peer: str = "other") -> Said:
 
 async def snapshot_of(replica: TorchReplica, codec: str, reference: bytes = b"") -> Snapshot:
     swap = await replica.begin(codec, reference)
-    live = swap.halves.ours.clone()
+    halves = await swap.copied()
+    live = halves.ours.clone()
     parts = []
     while part := await swap.give(limits.CHUNK_BYTES):
         parts.append(part)
     base = replica._reference(codec, reference)
-    published = swap.halves._published
+    published = halves._published
     return Snapshot(codec, swap.round, swap.weight, swap.digest, memoryview(b"".join(parts)), swap, live, published, base)
 
 
 async def merge_of(replica: TorchReplica, mine: Snapshot, payload: Buffer, theirs: Said, *, mine_first: bool) -> Trial:
     """Raises: PeerFault, as an exchange would."""
-    began = mine.swap.halves
+    began = await mine.swap.copied()
     whole, aside = began.pair is None, began._aside
     halves = Halves(codec_of(mine.codec), mine.live.clone(), mine.published, mine.reference, whole=whole, aside=aside)
-    swap = Swap(replica, halves, mine.codec, mine.round, mine.weight, mine.swap.tokens, mine.swap.generation)
+    copied: asyncio.Future[Halves] = asyncio.get_running_loop().create_future()
+    copied.set_result(halves)
+    swap = Swap(replica, mine.swap.moment, copied)
     swap.meet(Terms(theirs.peer, theirs.round, theirs.weight, theirs.codec), mine_first=mine_first)
     await swap.take(payload)
     return await swap.finish(theirs.digest)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -176,4 +178,20 @@ def test_whose_way_it_is_shows_in_what_is_not_set_aside(size: int, ends: tuple[i
     expected = float(ways[0] @ ways[1] / (ways[0].norm() * ways[1].norm())) if kept.any() else 0.0
     measured, whole = merging.result(), plain.result()
     assert measured.along == pytest.approx(expected, abs=1e-4)
-    assert (measured.digest, measured.distance, measured.drift) == (whole.digest, whole.distance, whole.drift), "nothing else changes"
+    assert measured.digest == whole.digest, "nothing else changes"
+    far = float((mine - published).norm() + (theirs - published).norm())
+    for each in (measured, whole):
+        assert each.distance == pytest.approx(float((theirs - mine).norm()), abs=1e-3 * far)
+        assert each.drift == pytest.approx(float((mine - published).norm()), rel=1e-5)
+
+
+def test_a_snapshot_like_ours_is_no_way_off_and_one_that_is_no_number_is_nowhere() -> None:
+    mine, published = gaussian(PIECE, 1), gaussian(PIECE, 2)
+    for value, finite in ((float(mine[3]), True), (float("nan"), False), (float("inf"), False), (3e38, False)):
+        theirs = mine.clone()
+        theirs[3] = value
+        merging = Merging(published, SHARES)
+        merging.add(slice(0, PIECE), mine, theirs)
+        distance = merging.result().distance
+        assert math.isfinite(distance) == finite
+        assert not finite or distance < 1e-3 * float((mine - published).norm())

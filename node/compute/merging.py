@@ -48,32 +48,54 @@ class Merging:
         self._state = flat.empty(published.numel()) if keep else None
         self._one, self._two = flat.empty(2 * flat.PIECE).view(2, -1)
         self._hasher = blake3.blake3()
-        self._own = self._apart = self._moved = 0.0
-        self._our_way = self._their_way = self._dot = 0.0
+        self._own = 0.0
+        # Of where we and they went since our published state: squares and product, of all that counts for the way and of what is aside.
+        self._ways, self._ways_aside = _Ways(), _Ways()
 
     def add(self, piece: slice, mine: Tensor, theirs: Tensor) -> None:
         """The next piece."""
         # Where the merge will be is room for what is asked before.
         one, two = self._one[: len(mine)] if self._state is None else self._state[piece], self._two[: len(mine)]
-        torch.sub(theirs, mine, out=one)
-        self._apart += _dot(one, one)
-        torch.sub(mine, self._published[piece], out=two)
-        self._moved += _dot(two, two)
-        one += two  # theirs - published
-        for part in _outside(piece, self._aside):
-            self._our_way += _dot(two[part], two[part])
-            self._their_way += _dot(one[part], one[part])
-            self._dot += _dot(one[part], two[part])
+        torch.sub(mine, self._published[piece], out=one)
+        torch.sub(theirs, self._published[piece], out=two)
+        inside, outside = _parted(piece, self._aside)
+        for ways, parts in ((self._ways, outside), (self._ways_aside, inside)):
+            for part in parts:
+                ways.add(one[part], two[part])
         self._own += _dot(mine, mine)
         self._hasher.update(flat.to_bytes(weigh(mine, theirs, self.shares, out=one, room=two)))
 
     def result(self) -> Combined:
         """When all pieces were added. Its rooms are given back."""
         self._one = self._two = torch.empty(0)
-        both = math.sqrt(self._our_way) * math.sqrt(self._their_way) if math.isfinite(self._our_way * self._their_way) else 0.0
-        along = self._dot / both if both > 0 else 0.0
-        norms = math.sqrt(self._own), math.sqrt(self._apart), math.sqrt(self._moved)
-        return Combined(self._state, Digest(self._hasher.digest()), *norms, along)
+        ways, aside = self._ways, self._ways_aside
+        distance = math.sqrt(ways.apart() + aside.apart())
+        drift = math.sqrt(ways.ours + aside.ours)
+        return Combined(self._state, Digest(self._hasher.digest()), math.sqrt(self._own), distance, drift, ways.cosine())
+
+
+@dataclass
+class _Ways:
+    """Two ways from one place, as sums over some parameters: the squares of ours and of theirs, and their product."""
+
+    ours: float = 0.0
+    theirs: float = 0.0
+    product: float = 0.0
+
+    def add(self, ours: Tensor, theirs: Tensor) -> None:
+        self.ours += _dot(ours, ours)
+        self.theirs += _dot(theirs, theirs)
+        self.product += _dot(ours, theirs)
+
+    def apart(self) -> float:
+        """The square of the distance of their ends; NaN or infinite where a parameter is."""
+        square = self.ours + self.theirs - 2 * self.product
+        return 0.0 if square < 0 else square  # rounding, where they are the same
+
+    def cosine(self) -> float:
+        """0 where one did not move, and where a parameter is not finite."""
+        both = math.sqrt(self.ours) * math.sqrt(self.theirs) if math.isfinite(self.ours * self.theirs) else 0.0
+        return self.product / both if both > 0 else 0.0
 
 
 def weigh(mine: Tensor, theirs: Tensor, shares: tuple[float, float], *, out: Tensor, room: Tensor) -> Tensor:
@@ -102,13 +124,13 @@ def difference(merge: Tensor, ours: Tensor) -> Tensor:
     return ours
 
 
-def _outside(piece: slice, aside: slice) -> tuple[slice, ...]:
-    """The parts of a piece, counted from where it begins, that are not `aside`."""
-    begin, end = max(piece.start, aside.start), min(piece.stop, aside.stop)
+def _parted(piece: slice, aside: slice) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """The parts of a piece that are `aside`, and those that are not, counted from where it begins."""
+    size = piece.stop - piece.start
+    begin, end = max(piece.start, aside.start) - piece.start, min(piece.stop, aside.stop) - piece.start
     if begin >= end:
-        return (slice(0, piece.stop - piece.start),)
-    parts = slice(0, begin - piece.start), slice(end - piece.start, piece.stop - piece.start)
-    return tuple(part for part in parts if part.start < part.stop)
+        return (), (slice(0, size),)
+    return (slice(begin, end),), tuple(part for part in (slice(0, begin), slice(end, size)) if part.start < part.stop)
 
 
 def _dot(one: Tensor, two: Tensor) -> float:

@@ -34,7 +34,7 @@ class Pair:
         self._coder = coder
         self._place = place_P
         self._bytes = place_P.numpy().data.cast("B")
-        self._rooms = flat.empty(3 * flat.PIECE).view(3, -1)  # ours, theirs and their merge, a piece of each at a time
+        self._rooms = flat.empty(2 * flat.PIECE).view(2, -1)  # ours and theirs, a piece of each at a time
         self._settled = False
 
     def keep_ours(self, piece: slice, payload: Buffer) -> None:
@@ -74,9 +74,8 @@ class Pair:
         self._settled = True
         for piece in flat.pieces(self._place.numel()):
             mine, theirs = self._decoded(piece, 0), self._decoded(piece, 1)
-            merged = weigh(mine, theirs, shares, out=self._rooms[2, : piece.stop - piece.start], room=theirs)
+            merged = weigh(mine, theirs, shares, out=self._place[piece], room=theirs)  # over what both were decoded from
             live_P[piece] += torch.sub(merged, mine, out=mine)
-            self._place[piece] = merged
         return self._place
 
     def _part(self, piece: slice, which: int) -> slice:

@@ -8,6 +8,7 @@ that nobody writes to after it is made, so it can be served, streamed and saved 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
@@ -193,17 +194,38 @@ class TorchReplica:
 
     async def begin(self, codec: str, reference: bytes = b"") -> Swap:
         coder, base = codecs.codec_of(codec), self._reference(codec, reference)
+        loop = asyncio.get_running_loop()
+        begun: asyncio.Future[tuple[Published, Tensor, int, int, int]] = loop.create_future()
 
-        def job(trainer: Trainer) -> tuple[Parcel, Published, Tensor, int, int, int]:
+        def tell(*moment: Any) -> None:
+            if not begun.done():
+                begun.set_result(moment)
+
+        def job(trainer: Trainer) -> Parcel:
             counters = trainer.counters
             weight = counters.tokens - counters.merged_tokens
-            return self._mover.take(trainer.flat.data), *self._state, weight, counters.tokens, self._generation
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody asks any more
+                loop.call_soon_threadsafe(tell, *self._state, weight, counters.tokens, self._generation)
+            return self._mover.take(trainer.flat.data)
 
-        parcel, published, state, weight, tokens, generation = await self._between_steps(job)
-        ours = await self.work(lambda: self._mover.to_host(parcel))
-        whole = self._momentum is not None or not self._mover.on_host  # an outer step, and a GPU, need the difference as a whole
-        halves = Halves(coder, ours, state, base, whole=whole, aside=self._table)
-        return Swap(self, halves, codec, published.round, float(weight), tokens, generation)
+        taken = asyncio.ensure_future(self._between_steps(job))
+        try:
+            await asyncio.wait(list[asyncio.Future[Any]]((begun, taken)), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            taken.cancel()
+            raise
+        if not begun.done():
+            taken.result()  # it could not begin, and says why
+        published, state, weight, tokens, generation = begun.result()
+
+        async def copy() -> Halves:
+            parcel = await taken
+            ours = parcel.tensor if self._mover.on_host else await self.work(lambda: self._mover.to_host(parcel))
+            whole = self._momentum is not None or not self._mover.on_host  # an outer step, and a GPU, need the difference as a whole
+            return Halves(coder, ours, state, base, whole=whole, aside=self._table)
+
+        moment = Moment(codec, coder.encoded_bytes(self._size), published.round, float(weight), tokens, generation)
+        return Swap(self, moment, asyncio.create_task(copy(), name="exchange copy"))
 
     def has_reference(self, reference: bytes) -> bool:
         return Digest(reference) in self._references
@@ -217,15 +239,15 @@ class TorchReplica:
             raise PeerFault("the reference of a sparse snapshot is not kept here")
         return kept
 
-    def judgeable(self, swap: Swap, terms: Terms, digest: Digest) -> Trial:
+    def judgeable(self, moment: Moment, halves: Halves, terms: Terms, digest: Digest) -> Trial:
         """What an exchange came to, measured. On the worker. Raises: PeerFault: theirs is not what they said."""
-        merge = swap.halves.finish(digest)
+        merge = halves.finish(digest)
         verified_at = time.monotonic()
         round = merged_round(self._state[0].round, terms.round)
         norms = (merge.own_norm, merge.distance, merge.drift + self._wandered)
         if not math.isfinite(merge.distance):
             return Trial(round, NO_DIGEST, Measures(False, *norms, None, None), None, verified_at)
-        halves, pair, state = swap.halves, swap.halves.pair, merge.state
+        pair, state = halves.pair, merge.state
         before = after = momentum = None
         if pair is not None:
             if self._checks:
@@ -238,7 +260,7 @@ class TorchReplica:
             difference = merging.difference(state, halves.ours)
             momentum = outer.step(self.manifest.averaging.outer, self._momentum, state, difference)
             apply = functools.partial(_add, self._mover, self._mover.to_device(difference), state)
-        token = _Merge(apply, momentum, swap.tokens, swap.generation, after)
+        token = _Merge(apply, momentum, moment.tokens, moment.generation, after)
         return Trial(round, merge.digest, Measures(True, *norms, before, after, merge.along, self._heldout), token, verified_at)
 
     async def adopt(self, trial: Trial, *, keep: bool = False) -> Published:
@@ -385,39 +407,80 @@ class TorchReplica:
         return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
 
 
-class Swap:
-    """Implements `node.ports.Swap` for a replica. `tokens` and `generation` are those of the moment of the snapshot."""
+@dataclass(frozen=True)
+class Moment:
+    """What was so when a snapshot was taken, which is known before its copy is made."""
 
-    def __init__(self, replica: TorchReplica, halves: Halves, codec: str, round: int, weight: float, tokens: int, generation: int) -> None:
-        self.halves = halves
-        self.codec, self.round, self.weight = codec, round, weight
-        self.tokens, self.generation = tokens, generation
+    codec: str
+    size: int  # bytes, encoded
+    round: int
+    weight: float
+    tokens: int
+    generation: int
+
+
+class Swap:
+    """Implements `node.ports.Swap` for a replica. Our copy may still be under way: meanwhile the other side hears of it and copies its own."""
+
+    def __init__(self, replica: TorchReplica, moment: Moment, copying: asyncio.Future[Halves]) -> None:
         self._replica = replica
+        self._moment = moment
+        self._copying = copying
         self._terms: Terms | None = None
+        self._shares = (0.5, 0.5)
+        self._mine_first = True
+        self._met = False  # the halves know the terms
+        copying.add_done_callback(lambda copied: copied.cancelled() or copied.exception())  # an exchange that was declined does not ask
+
+    @property
+    def moment(self) -> Moment:
+        return self._moment
+
+    @property
+    def codec(self) -> str:
+        return self._moment.codec
+
+    @property
+    def round(self) -> int:
+        return self._moment.round
+
+    @property
+    def weight(self) -> float:
+        return self._moment.weight
 
     @property
     def size(self) -> int:
-        return self.halves.size
+        return self._moment.size
 
     @property
     def digest(self) -> Digest:
-        return self.halves.digest
+        return self._copying.result().digest
+
+    async def copied(self) -> Halves:
+        """Both snapshots, from the moment on when our copy is there. Raises: BlocktrainError: training failed or ended before."""
+        halves = await asyncio.shield(self._copying)
+        if self._terms is not None and not self._met:
+            self._met = True
+            halves.meet(self._shares, mine_first=self._mine_first)
+        return halves
 
     async def give(self, most_bytes: int) -> memoryview:
-        return await self._replica.work(lambda: self.halves.give(most_bytes))
+        halves = await self.copied()
+        return await self._replica.work(lambda: halves.give(most_bytes))
 
     def meet(self, terms: Terms, *, mine_first: bool) -> None:
-        self._terms = terms
+        self._terms, self._mine_first = terms, mine_first
         weights = (self.weight, terms.weight) if mine_first else (terms.weight, self.weight)
-        self.halves.meet(shares(*weights, tokens_per_round(self._replica.manifest)), mine_first=mine_first)
+        self._shares = shares(*weights, tokens_per_round(self._replica.manifest))
 
     async def take(self, data: Buffer) -> None:
-        await self._replica.work(lambda: self.halves.take(data))
+        halves = await self.copied()
+        await self._replica.work(lambda: halves.take(data))
 
     async def finish(self, digest: Digest) -> Trial:
-        terms = self._terms
+        halves, terms = await self.copied(), self._terms
         assert terms is not None, "nobody said under which terms"
-        return await self._replica.work(lambda: self._replica.judgeable(self, terms, digest))
+        return await self._replica.work(lambda: self._replica.judgeable(self._moment, halves, terms, digest))
 
 
 def _settle(pair: Pair, shares: tuple[float, float], trainer: Trainer) -> Tensor:
