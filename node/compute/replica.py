@@ -420,7 +420,7 @@ class Moment:
 
 
 class Swap:
-    """Implements `node.ports.Swap` for a replica. Our copy may still be under way: meanwhile the other side hears of it and copies its own."""
+    """Implements `node.ports.Swap` for a replica. Our copy may still be under way: the other side hears of it meanwhile."""
 
     def __init__(self, replica: TorchReplica, moment: Moment, copying: asyncio.Future[Halves]) -> None:
         self._replica = replica
