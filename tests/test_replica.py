@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 
 from blocktrain.node.compute import codecs, flat
 from blocktrain.node.compute.adamw import FusedAdamW
-from blocktrain.node.compute.device import Mover
+from blocktrain.node.compute.device import Mover, Parcel
 from blocktrain.node.compute.replica import Options, TorchReplica
 from blocktrain.node.compute.trainer import Tensors, Trainer, TrainingFailed
 from blocktrain.node.ports import Published, Trial
@@ -305,6 +307,48 @@ async def test_training_goes_on_while_a_snapshot_and_a_published_state_stand_sti
     assert flat.digest(state) == published.digest
     assert state.readonly
     assert snapshot.payload.readonly
+
+
+async def test_the_terms_of_an_exchange_are_known_before_our_copy_is_made(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So both sides copy at the same time. What the block does after that moment is not part of it."""
+    one = make()
+    go_on, take = threading.Event(), one._mover.take
+
+    def slowly(source: torch.Tensor) -> Parcel:
+        parcel = take(source)
+        assert go_on.wait(10)
+        return parcel
+
+    before = (await snapshot_of(one, "fp32")).payload
+    monkeypatch.setattr(one._mover, "take", slowly)
+    async with asyncio.timeout(5):
+        swap = await one.begin("fp32")
+    assert (swap.codec, swap.round, swap.weight, swap.size) == ("fp32", 0, 0.0, one.state_bytes)
+    giving = asyncio.ensure_future(swap.give(one.state_bytes))
+    await asyncio.sleep(0)
+    assert not giving.done()
+    go_on.set()
+    assert bytes(await giving) == bytes(before)[: len(await giving)]
+
+
+async def test_a_copy_that_could_not_be_made_is_told_at_its_first_use_and_a_begin_at_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = make()
+
+    def fails(source: torch.Tensor) -> Parcel:
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr(one._mover, "take", fails)
+    swap, unused = await one.begin("bf16"), await one.begin("bf16")  # an exchange that is declined never uses its snapshot
+    with pytest.raises(MemoryError, match="no room"):
+        await swap.give(1)
+    del swap, unused
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"], "a failure that nobody asked for is no news"
+    await one.stop()
+    with pytest.raises(BlocktrainError, match="stopped"):
+        await one.begin("bf16")
 
 
 async def test_an_own_round_is_the_next_round_and_starts_the_count_again(make: Make) -> None:
