@@ -423,34 +423,15 @@ class Swap:
     """Implements `node.ports.Swap` for a replica. Our copy may still be under way: the other side hears of it meanwhile."""
 
     def __init__(self, replica: TorchReplica, moment: Moment, copying: asyncio.Future[Halves]) -> None:
+        self.moment = moment
+        self.codec, self.size, self.round, self.weight = moment.codec, moment.size, moment.round, moment.weight
         self._replica = replica
-        self._moment = moment
         self._copying = copying
         self._terms: Terms | None = None
         self._shares = (0.5, 0.5)
         self._mine_first = True
         self._met = False  # the halves know the terms
         copying.add_done_callback(lambda copied: copied.cancelled() or copied.exception())  # an exchange that was declined does not ask
-
-    @property
-    def moment(self) -> Moment:
-        return self._moment
-
-    @property
-    def codec(self) -> str:
-        return self._moment.codec
-
-    @property
-    def round(self) -> int:
-        return self._moment.round
-
-    @property
-    def weight(self) -> float:
-        return self._moment.weight
-
-    @property
-    def size(self) -> int:
-        return self._moment.size
 
     @property
     def digest(self) -> Digest:
@@ -480,7 +461,7 @@ class Swap:
     async def finish(self, digest: Digest) -> Trial:
         halves, terms = await self.copied(), self._terms
         assert terms is not None, "nobody said under which terms"
-        return await self._replica.work(lambda: self._replica.judgeable(self._moment, halves, terms, digest))
+        return await self._replica.work(lambda: self._replica.judgeable(self.moment, halves, terms, digest))
 
 
 def _settle(pair: Pair, shares: tuple[float, float], trainer: Trainer) -> Tensor:
